@@ -137,9 +137,7 @@ def test_values_are_those_of_torch(
         (DIVIDE, math.inf, torch.float32, None),
     ],
 )
-def test_one_product_is_a_scale_where_torch_rounds_once(
-    kind: FactorKind, value: Any, dtype: torch.dtype, scale: float | None
-) -> None:
+def test_one_product_is_a_scale_where_torch_rounds_once(kind, value, dtype, scale):
     taken = TakenGradient(irregular(4, dtype=dtype))
     taken.record(Factor(MULTIPLY, torch.tensor(1.0)))
     taken.record(Factor(kind, value))

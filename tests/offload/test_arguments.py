@@ -175,7 +175,7 @@ def test_no_rank_of_fsdp1_clips_by_its_own_part(two_ranks: None) -> None:
 
 def test_no_rank_of_fsdp1_skips_silently(two_ranks: None) -> None:
     model, optimizer = cut_by_fsdp1()
-    next(model.parameters()).grad[0] = math.nan  # type: ignore[index]
+    next(model.parameters()).grad[0] = math.nan
     refused(FloatingPointError, "1 gradient elements are Inf or NaN", optimizer.step)
 
 

@@ -131,9 +131,7 @@ def test_explicit_values_are_never_changed(names: set[str], kept: int, seconds: 
 
 
 @pytest.mark.parametrize("device", [Measured(num_threads=0), PlainDevice()])
-def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(
-    device: Device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(device, caplog):
     steps = Steps(SIZES, device)
     with caplog.at_level(logging.INFO, "superadam"):
         assert not any(steps.make(seconds_per_element=1.0) for _ in range(6))

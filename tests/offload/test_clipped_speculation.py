@@ -173,7 +173,7 @@ class Training:
         for micro in range(recipe.micro):
             is_last = micro == recipe.micro - 1
             is_hinted = recipe.is_hinted and not is_last and self.scheduler is not None
-            with self.scheduler.accumulate(recipe.sum_dtype) if is_hinted else contextlib.nullcontext():  # type: ignore[union-attr]
+            with self.scheduler.accumulate(recipe.sum_dtype) if is_hinted else contextlib.nullcontext():
                 loss = self.model(10 * step + micro, norm / math.sqrt(recipe.micro))
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
@@ -228,7 +228,6 @@ def test_clipped_training(recipe: str) -> None:
         made = DEVICES[device]()
         ours = Training(chosen, made, bucket_numel=[1, 1000, 10**6][len(recipe) % 3])
         scheduler = ours.scheduler
-        assert scheduler is not None
         with scheduler:
             if isinstance(made, FullDevice):
                 made.has_no_room = scheduler._transfers.is_short = True
@@ -384,7 +383,6 @@ def intervals(exact: float) -> dict[str, tuple[Prediction, int, bool]]:
 def test_factors_at_the_ends_of_intervals(device: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Training(RECIPES["always"], None)
     plain.run(range(5))
-    assert plain.optimizer.last_outcome is not None
     prediction, patched, is_redone = intervals(plain.optimizer.last_outcome.clip_coefficient)[which]
     made = DEVICES[device]()
     ours = Training(RECIPES["always"], made, bucket_numel=1000)
@@ -487,9 +485,7 @@ def fail(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: BaseE
 
 
 @pytest.mark.parametrize("device", ["immediate", "usual"])
-def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(device, monkeypatch):
     plain, made = Training(RECIPES["always"], None), DEVICES[device]()
     ours = Training(RECIPES["always"], made, bucket_numel=1)
     sent = (Patch, "send") if device == "immediate" else (made, "put")
@@ -499,7 +495,7 @@ def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
         for one in (plain, ours):
             one.run(range(3))
             one.backward(3)
-        ours.scheduler._catch_up()  # type: ignore[union-attr]
+        ours.scheduler._catch_up()
         before = ours.optimizer.statistics.respeculated
         ours.optimizer.max_grad_norm = 4.5
         with monkeypatch.context() as patch:

@@ -75,7 +75,7 @@ class Net(nn.ParameterList):
         super().__init__([nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES])
 
     def backward(self, gradients: list[Tensor]) -> None:
-        _Given.apply(gradients, *self).backward()  # type: ignore[no-untyped-call]
+        _Given.apply(gradients, *self).backward()
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,12 @@ def test_large_products_are_those_of_torchs_threads(mode: Callable[[], AbstractC
             optimizer = SpeculativeCPUAdamW([parameter], **OPTIONS)
             with OffloadScheduler(optimizer, model, device=ThreadDevice()) if is_on else nullcontext():
                 for _ in range(2):
-                    _Given.apply([torch.full_like(parameter, 1.5 * 2.0**-126)], parameter).backward()  # type: ignore[no-untyped-call]
+                    _Given.apply([torch.full_like(parameter, 1.5 * 2.0**-126)], parameter).backward()
                     with mode():
-                        parameter.grad.mul_(0.3)  # type: ignore[union-attr]
+                        parameter.grad.mul_(0.3)
                     optimizer.step()
                     optimizer.zero_grad()
-            seen.append((bits(parameter), ended(model, optimizer)))  # type: ignore[arg-type]
+            seen.append((bits(parameter), ended(model, optimizer)))
     finally:
         torch.set_num_threads(before)
     assert seen[0] == seen[1]

@@ -53,7 +53,9 @@ Backward = Callable[[Graph], None]
 SHAPES: list[Program] = []
 
 
-def shape(make: Callable[[], nn.Module], *, steps_itself: bool = False, **facts: Any) -> Callable[[Backward], Backward]:
+def shape(
+    make: Callable[[], nn.Module], name: str = "", *, steps_itself: bool = False, **facts: Any
+) -> Callable[[Backward], Backward]:
     """Add a graph: its model, and one iteration of it, which may make the step as well."""
 
     def add(backward: Backward) -> Backward:
@@ -72,7 +74,7 @@ def shape(make: Callable[[], nn.Module], *, steps_itself: bool = False, **facts:
                     graph.see(parameters=list(graph.model.parameters()))
             graph.see(products=graph.kept.get("products"), buffers=dict(graph.model.named_buffers()))
 
-        SHAPES.append(Program(backward.__name__, train, torch=False, limit=20.0, **facts))
+        SHAPES.append(Program(name or backward.__name__, train, torch=False, limit=20.0, **facts))
         return backward
 
     return add
@@ -157,7 +159,6 @@ class Hooked(nn.Module):
 
     @staticmethod
     def triple(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         parameter.grad.mul_(3.0)
 
 
@@ -212,9 +213,7 @@ def plain(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
 
 
-@shape(Tied)
-def tied_weights(run: Graph) -> None:
-    loss(run.model(run.inputs())).backward()
+shape(Tied, "tied_weights")(plain)
 
 
 @shape(lambda: nn.LSTM(8, 8, batch_first=True))
@@ -238,9 +237,7 @@ def embedding_layer_norm_dropout(run: Graph) -> None:
     loss(run.model(run.inputs().argmax(-1))).backward()
 
 
-@shape(Attention)
-def attention_whose_projection_is_never_called(run: Graph) -> None:
-    loss(run.model(run.inputs())).backward()
+shape(Attention, "attention_whose_projection_is_never_called")(plain)
 
 
 @shape(Bare)
@@ -278,14 +275,8 @@ def gradients_from_torch_func(run: Graph) -> None:
         parameter.grad = gradients[name]
 
 
-@shape(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)))
-def weight_norm(run: Graph) -> None:
-    loss(run.model(run.inputs())).backward()
-
-
-@shape(lambda: nn.Sequential(nn.Linear(8, 8), parametrizations.spectral_norm(nn.Linear(8, 8))))
-def spectral_norm(run: Graph) -> None:
-    loss(run.model(run.inputs())).backward()
+shape(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)), "weight_norm")(plain)
+shape(lambda: nn.Sequential(nn.Linear(8, 8), parametrizations.spectral_norm(nn.Linear(8, 8))), "spectral_norm")(plain)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -341,9 +332,7 @@ def bare_value_read_again_by_a_checkpoint(run: Graph) -> None:
 # ---- values read past autograd --------------------------------------------------------------------------------------
 
 
-@shape(Detached)
-def detached_weight_in_the_graph(run: Graph) -> None:
-    loss(run.model(run.inputs())).backward()
+shape(Detached, "detached_weight_in_the_graph")(plain)
 
 
 @shape(mlp)
@@ -440,7 +429,6 @@ def later_hooks_that_read_weights_into_gradients(run: Graph) -> None:
     """Registered after the scheduler's, so that they find a gradient that was taken."""
 
     def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         parameter.grad.add_(run.model[4].weight.detach().mean())
 
     if run.once():
@@ -450,7 +438,6 @@ def later_hooks_that_read_weights_into_gradients(run: Graph) -> None:
 
 
 def shrink(parameter: Tensor) -> None:
-    assert parameter.grad is not None
     parameter.grad.mul_(0.3)
 
 

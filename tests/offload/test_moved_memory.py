@@ -74,7 +74,7 @@ class Alone:
             self.optimizer.step()
             if step in (1, 3):
                 with torch.no_grad():
-                    action.do(self, self.parameter, key)  # type: ignore[arg-type]
+                    action.do(self, self.parameter, key)
         entry = self.optimizer.state[self.parameter]
         return [self.parameter.detach(), entry["exp_avg"], entry["exp_avg_sq"]]
 
@@ -120,7 +120,7 @@ class Twins:
         for _ in range(steps):
             values = [torch.randn(p.shape, generator=self.generator).bfloat16() for p in self.models[0]]
             for model, optimizer in zip(self.models, self.optimizers, strict=True):
-                sum((p * value).sum() for p, value in zip(model, values, strict=True)).backward()  # type: ignore
+                sum((p * value).sum() for p, value in zip(model, values, strict=True)).backward()
                 if optimizer is self.optimizers[0]:
                     self.scheduler.synchronize()
                 if before_step is not None:
@@ -254,7 +254,7 @@ def test_a_freed_parameter_that_is_cut_is_not_sampled_until_it_has_memory() -> N
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
     with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=4096):
         for parameters in ([*model], [model[1]]):
-            sum(parameter.float().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+            sum(parameter.float().sum() for parameter in parameters).backward()
             if len(parameters) == 1:
                 kept = model[0].detach().clone()
                 model[0].untyped_storage().resize_(0)
@@ -262,7 +262,7 @@ def test_a_freed_parameter_that_is_cut_is_not_sampled_until_it_has_memory() -> N
             optimizer.zero_grad()
         optimizer._adopt_sampled_writes()
         model[0].data = kept * 2
-        model[0].float().sum().backward()  # type: ignore[no-untyped-call]
+        model[0].float().sum().backward()
         optimizer.step()
         assert optimizer.state[model[0]]["master"].min() > 1.5
 

@@ -32,7 +32,7 @@ def make(dtype: torch.dtype, amsgrad: bool = False) -> tuple[nn.Module, Speculat
 
 
 def step(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
-    sum((weight * weight).sum() for weight in model.parameters()).backward()  # type: ignore[union-attr]
+    sum((weight * weight).sum() for weight in model.parameters()).backward()
     optimizer.step()
 
 
@@ -103,9 +103,7 @@ def test_frozen_parameters_take_nothing() -> None:
 
 @pytest.mark.parametrize("transfer_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_that_travel_have_the_dtype_of_the_link(
-    dtype: torch.dtype, transfer_dtype: torch.dtype | None
-) -> None:
+def test_gradients_that_travel_have_the_dtype_of_the_link(dtype, transfer_dtype):
     _, optimizer = make(dtype)
     needs = needs_of_run(optimizer, SimulatedDevice(1), Placement(0, 100, transfer_dtype, 1))
     size = (dtype if transfer_dtype is None or dtype is torch.float64 else transfer_dtype).itemsize
@@ -149,9 +147,7 @@ class Paced(PacedDevice):
 
 @pytest.mark.parametrize("num_threads", [0, 1])
 @pytest.mark.parametrize("device", [PlainDevice, Paced])
-def test_scheduler_refuses_what_the_host_can_never_hold(
-    device: type[Device], num_threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scheduler_refuses_what_the_host_can_never_hold(device, num_threads, monkeypatch, caplog):
     """State counts although it does not exist yet; and nothing was attached, allocated or changed."""
     monkeypatch.setattr(device, "idle_cores", lambda self: num_threads)
     model, optimizer = make(torch.bfloat16)

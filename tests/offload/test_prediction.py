@@ -60,8 +60,6 @@ def test_clipped_steps_are_predicted_from_those_before(known: bool, unscaling: f
     raw = 10.0 / unscaling
     predictor = trained(raw, known=known, unscaling=unscaling)
     for prediction in one_step(predictor, [raw / 2] * 4, known=known, unscaling=unscaling):
-        assert prediction is not None
-        assert prediction.interval is not None
         assert prediction.interval.holds(1.0 / raw)
         assert prediction.interval.holds(prediction.factor)
         assert prediction.interval.high < prediction.interval.low * 1.3  # as narrow as steady norms allow
@@ -72,9 +70,7 @@ def test_near_the_limit_values_are_published_unclipped_and_hold_for_some_clippin
     for _ in range(3):
         one_step(predictor, [0.55] * 4)
     prediction = one_step(predictor, [0.475] * 4)[0]
-    assert prediction is not None
     assert prediction.factor == 1.0
-    assert prediction.interval is not None
     assert prediction.interval.low < 1.0 == prediction.interval.high
 
 
@@ -231,7 +227,6 @@ def test_many_uncertain_elements_narrow_the_interval_before_speculation_ends() -
     for step in range(40):
         one_step(predictor, [10.0 * (1.6 if step % 4 == 0 else 1.0)])
     before = one_step(predictor, [10.0])[0]
-    assert before is not None
     assert before.interval is not None
     state, record = listed(32000, 1200)
     for _ in range(12):

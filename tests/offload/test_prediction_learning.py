@@ -25,8 +25,6 @@ def trained(norms: list[float], **options: Any) -> Predictor:
 
 def width(prediction: Prediction | None) -> float:
     """Return how far an interval reaches."""
-    assert prediction is not None
-    assert prediction.interval is not None
     return prediction.interval.high / prediction.interval.low
 
 
@@ -39,7 +37,6 @@ def test_the_norm_is_no_less_than_what_has_arrived() -> None:
         predictor.add_verdict(Applied(10.0, 0.1, 1.0))
     predictor.predict(10, 0.0, 1.0, 1.0)
     prediction = predictor.predict(900, 50.0, 1.0, 1.0)  # too few elements for another prediction
-    assert prediction is not None
     assert prediction.factor <= 1.0 / 50.0
 
 

@@ -16,7 +16,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +51,7 @@ pytestmark = [
 
 # ---- what a program is ----------------------------------------------------------------------------------------------
 
-STEPS = 5
+STEPS = 4
 WIDTH = 64
 LIMIT = 24.0
 """Norm over which some steps of the model are clipped."""
@@ -92,6 +91,7 @@ def program(
     make: Callable[[], nn.Module] = Net,
     prepare: Callable[[Any, Run], None] = lambda model, run: None,
     given: Callable[[Any], nn.Module] = lambda model: model,
+    steps: int = STEPS,
     **facts: Any,
 ) -> Callable[[Iteration], Iteration]:
     """Add an iteration to the programs.
@@ -108,10 +108,10 @@ def program(
             prepare(model, run)
             optimizer = run.adamw(model.parameters())
             with run.overlap(optimizer, given(model)):
-                for step in range(STEPS):
+                for step in range(steps):
                     value = iteration(model, optimizer, step, run)
-                    show(run, model, optimizer, value, looks=run.setting.looks or step == STEPS - 1)
-            show(run, model, optimizer, None, looks=True)
+                    show(run, model, optimizer, value, looks=run.setting.looks or step == steps - 1)
+            run.see(gradients=[parameter.grad for parameter in model.parameters()])
 
         PROGRAMS.append(Program(name or iteration.__name__, train, limit=LIMIT, **facts))
         return iteration
@@ -131,10 +131,30 @@ def between(name: str = "", **facts: Any) -> Callable[[Iteration], Iteration]:
             return loss, value
 
         ACTIONS[name or action.__name__] = action
-        program(name or action.__name__, settings=PATCHED, **facts)(iteration)
+        program(name or action.__name__, **{"settings": PATCHED, **facts})(iteration)
         return action
 
     return add
+
+
+def after(name: str = "", **facts: Any) -> Callable[[Iteration], Iteration]:
+    """Add the plainest iteration with something done after the step."""
+
+    def add(action: Iteration) -> Iteration:
+        def iteration(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+            plainest(model, optimizer, step, run)
+            return action(model, optimizer, step, run)
+
+        program(name or action.__name__, **facts)(iteration)
+        return action
+
+    return add
+
+
+def plainest(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
 
 
 def show(run: Run, model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> None:
@@ -390,7 +410,7 @@ def step_that_raises_where_gradients_are_not_finite(model: Any, optimizer: Any, 
 @program(torch=False)
 def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.zero_grad()
-    (loss_of(model, step) * [math.nan, 1.0, 1.0, math.inf, 1.0][step]).backward()
+    (loss_of(model, step) * [math.nan, 1.0, math.inf, 1.0][step]).backward()
     optimizer.step()
 
 
@@ -453,11 +473,8 @@ def gradients_that_are_kept_are_written_later(model: Any, optimizer: Any, step: 
     run.kept["last"] = gradients(model)
 
 
-@program()
+@after()
 def gradients_read_and_written_after_the_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
     norms = [gradient.norm() for gradient in gradients(model)], torch.nn.utils.get_total_norm(gradients(model))
     for gradient in gradients(model):
         gradient.mul_(3)
@@ -508,16 +525,10 @@ def clipped_by_hand(model: Any, step: int) -> Tensor:
 CLIPS |= {one.__name__: one for one in (clipped_in_two_parts, clipped_by_hand)}
 
 
-def _add_clips() -> None:
-    for name, clip in CLIPS.items():
-
-        def action(model: Any, optimizer: Any, step: int, run: Run, clip: Any = clip) -> Any:
-            return clip(model, step)
-
-        between(name, speculates=name == "clipped_by_torch_rarely", ignores=("outcome",))(action)
-
-
-_add_clips()
+for _name, _clip in CLIPS.items():
+    between(_name, speculates=_name == "clipped_by_torch_rarely", ignores=("outcome",))(
+        lambda model, optimizer, step, run, clip=_clip: clip(model, step)
+    )
 
 
 @between(torch=False, speculates=False, ignores=("outcome",))
@@ -561,24 +572,17 @@ def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bo
     return norm if step != 2 else None, scaler.get_scale(), None if unscales else loss.detach()
 
 
-@program(speculates=False)
-def grad_scaler(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return scaled_step(model, optimizer, step, run, unscales=False, clips=False)
-
-
-@program(speculates=False)
-def grad_scaler_unscaled(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return scaled_step(model, optimizer, step, run, unscales=True, clips=False)
-
-
-@program(speculates=False, ignores=("outcome",))
-def grad_scaler_unscaled_and_clipped(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return scaled_step(model, optimizer, step, run, unscales=True, clips=True)
-
-
-@program(speculates=False)
-def grad_scaler_over_micro_batches(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return scaled_step(model, optimizer, step, run, unscales=step % 2 == 0, clips=False, micro=2)
+for _name, _unscales, _clips, _micro in (
+    ("grad_scaler", lambda step: False, False, 1),
+    ("grad_scaler_unscaled", lambda step: True, False, 1),
+    ("grad_scaler_unscaled_and_clipped", lambda step: True, True, 1),
+    ("grad_scaler_over_micro_batches", lambda step: step % 2 == 0, False, 2),
+):
+    program(_name, speculates=False, ignores=("outcome",) * _clips)(
+        lambda model, optimizer, step, run, unscales=_unscales, clips=_clips, micro=_micro: scaled_step(
+            model, optimizer, step, run, unscales=unscales(step), clips=clips, micro=micro
+        )
+    )
 
 
 @program(speculates=False)
@@ -651,7 +655,7 @@ def one_element_written(model: Any, optimizer: Any, step: int, run: Run) -> None
         model.first.bias[:] = -model.first.bias
 
 
-@between(torch=False)
+@between(torch=False, steps=5)
 def one_element_written_in_a_step_that_comes_to_nothing(model: Any, optimizer: Any, step: int, run: Run) -> None:
     with torch.no_grad():
         model.blocks[0].weight[1, step] = 7.0
@@ -677,7 +681,7 @@ def weights_written_and_written_back(model: Any, optimizer: Any, step: int, run:
 def weights_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step == 1:
         run.kept["weights"] = copy.deepcopy(model.state_dict())
-    if step == 3:
+    if step == 2:
         model.load_state_dict(run.kept["weights"])
 
 
@@ -701,7 +705,7 @@ def checkpoint_of_the_optimizer_loaded(model: Any, optimizer: Any, step: int, ru
     """Without weights; masters, which would be the old weights again, are only in the state of bf16 ones everywhere."""
     if step == 1:
         run.kept["state"] = copy.deepcopy(optimizer.state_dict())
-    if step == 3:
+    if step == 2:
         for i, entry in run.kept["state"]["state"].items():
             if parameters_of(optimizer)[i].dtype in (torch.float32, torch.float64):
                 entry.pop("master", None)
@@ -712,7 +716,7 @@ def checkpoint_of_the_optimizer_loaded(model: Any, optimizer: Any, step: int, ru
 def both_checkpoints_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step == 1:
         run.kept["state"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    if step == 3:
+    if step == 2:
         weights, state = run.kept["state"]
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
@@ -784,13 +788,9 @@ def model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return first, second, loss_of(model, 97).detach()
 
 
-@program(given=lambda model: model.blocks[0])
+@between(settings=OTHERS, given=lambda model: model.blocks[0])
 def scheduler_given_one_block(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    optimizer.zero_grad()
-    loss = backward(model, step)
-    value = loss_of(model, 99).detach()
-    optimizer.step()
-    return loss, value
+    return loss_of(model, 99).detach()
 
 
 @between(speculates=False)
@@ -829,7 +829,7 @@ def state_assigned(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 @between()
 def state_of_one_parameter_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step == 3:
+    if step == 2:
         del optimizer.state[model.first.weight]
 
 
@@ -890,7 +890,7 @@ def lr_filled_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 @between(torch=False, speculates=False)
 def limit_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.max_grad_norm = [None, 1.0, math.inf, 3.0, None][step % 5]
+    optimizer.max_grad_norm = [None, 1.0, math.inf, 3.0][step]
 
 
 @between(speculates=False)
@@ -918,16 +918,13 @@ def parameters_moved_to_another_group(model: Any, optimizer: Any, step: int, run
         optimizer.add_param_group({"params": [first], "lr": 0.001})
 
 
-@program(speculates=False)
+@between(settings=OTHERS, speculates=False)
 def group_added_between_backward_and_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Its parameter has a gradient, and what was taken of the others still counts."""
-    optimizer.zero_grad()
-    backward(model, step)
     extra = nn.Parameter(torch.linspace(-1, 1, 64, dtype=dtype_of(model)))
     model.register_parameter(f"extra{step}", extra)
     (extra * extra.sin()).sum().backward()
     optimizer.add_param_group({"params": [extra], "lr": 0.001 * (step + 1)})
-    optimizer.step()
 
 
 @between()
@@ -939,10 +936,10 @@ def layer_frozen_and_thawed(model: Any, optimizer: Any, step: int, run: Run) -> 
 @between()
 def layer_taken_out_of_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> None:
     group = optimizer.param_groups[0]
-    if step == 2:
+    if step == 1:
         group["params"] = [p for p in group["params"] if p is not model.last.weight]
         del optimizer.state[model.last.weight]
-    elif step == 4 and all(p is not model.last.weight for p in group["params"]):
+    elif step == 3 and all(p is not model.last.weight for p in group["params"]):
         group["params"].append(model.last.weight)
 
 
@@ -971,21 +968,15 @@ def gradients_zeroed_after_the_step(model: Any, optimizer: Any, step: int, run: 
     model.zero_grad()
 
 
-@program()
+@after()
 def stepped_twice_with_the_same_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
     read = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.step()
     return read
 
 
-@program()
+@after()
 def stepped_three_times_with_edits_in_between(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
     model.blocks[0].weight.grad.mul_(0.5)
     optimizer.param_groups[0]["lr"] = 0.005
     optimizer.step()
@@ -1044,10 +1035,8 @@ def _micro_batches(name: str, count: Callable[[int], int], *, is_hinted: bool) -
 
 _micro_batches("micro_batches", lambda step: 3, is_hinted=False)
 _micro_batches("micro_batches_with_accumulate", lambda step: 3, is_hinted=True)
-_micro_batches("micro_batches_of_changing_number", lambda step: [2, 1, 3, 2, 4][step % 5], is_hinted=False)
-_micro_batches(
-    "micro_batches_of_changing_number_with_accumulate", lambda step: [2, 1, 3, 2, 4][step % 5], is_hinted=True
-)
+_micro_batches("micro_batches_of_changing_number", lambda step: [2, 1, 3, 2][step], is_hinted=False)
+_micro_batches("micro_batches_of_changing_number_with_accumulate", lambda step: [2, 1, 3, 2][step], is_hinted=True)
 
 
 @program()
@@ -1082,48 +1071,28 @@ def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, 
     return read
 
 
-@program()
-def last_micro_batch_retried(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    _retry(model, optimizer, step, contextlib.nullcontext)
+def _retries(name: str, *, is_hinted: bool) -> None:
+    def retry(model: Any, optimizer: Any, step: int, run: Run) -> None:
+        """The backward of the last micro-batch fails half way, and is made again."""
+        optimizer.zero_grad()
+        with run.accumulate() if is_hinted else contextlib.nullcontext():
+            backward(model, step)
+        if step % 2:
+            model.fails_after = step // 2 % 2
+            with pytest.raises(PlantedError):
+                backward(model, step, 1)
+            model.fails_after = None
+        backward(model, step, 1)
+        optimizer.step()
+
+    program(name)(retry)
 
 
-@program()
-def last_micro_batch_retried_with_accumulate(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    _retry(model, optimizer, step, run.accumulate)
-
-
-def _retry(model: Any, optimizer: Any, step: int, accumulate: Callable[[], AbstractContextManager[Any]]) -> None:
-    """The backward of the last micro-batch fails half way, and is made again."""
-    optimizer.zero_grad()
-    with accumulate():
-        backward(model, step)
-    if step % 2:
-        model.fails_after = step // 2 % 2
-        with pytest.raises(PlantedError):
-            backward(model, step, 1)
-        model.fails_after = None
-    backward(model, step, 1)
-    optimizer.step()
+_retries("last_micro_batch_retried", is_hinted=False)
+_retries("last_micro_batch_retried_with_accumulate", is_hinted=True)
 
 
 # ---- exceptions -----------------------------------------------------------------------------------------------------
-
-
-def _fail_in_forward(model: Any, run: Run) -> None:
-    model.uses = (0, 2)  # there is no third block
-
-
-def _fail_in_backward(model: Any, run: Run) -> None:
-    model.fails_after = 0
-
-
-def _fail_in_hook(model: Any, run: Run) -> None:
-    run.kept["fails"] = True
-
-
-def _mend(model: Any, run: Run) -> None:
-    model.uses, model.fails_after = (0, 1), None
-    run.kept["fails"] = False
 
 
 def _hook_that_may_fail(model: Any, run: Run) -> None:
@@ -1134,44 +1103,35 @@ def _hook_that_may_fail(model: Any, run: Run) -> None:
     model.blocks[0].weight.register_post_accumulate_grad_hook(fail)
 
 
-FAILURES: dict[str, tuple[Callable[[Any, Run], None], Callable[[Any, Run], None]]] = {
-    "forward": (_fail_in_forward, lambda model, run: None),
-    "backward": (_fail_in_backward, lambda model, run: None),
-    "an_earlier_hook": (_fail_in_hook, _hook_that_may_fail),
-    "a_later_hook": (_fail_in_hook, lambda model, run: None),
-}
+def _failure(where: str, ending: str) -> None:
+    """Add a program whose forward, backward or hook fails in every other step."""
 
-ENDINGS = ["goes_on", "zeroes_and_retries", "retries", "steps"]
-
-
-def _add_failures() -> None:
-    for where, (fail, prepare) in FAILURES.items():
-        for ending in ENDINGS:
-
-            def body(
-                model: Any, optimizer: Any, step: int, run: Run, where: str = where, fail: Any = fail, end: str = ending
-            ) -> Any:
-                if where == "a_later_hook" and run.once():
-                    _hook_that_may_fail(model, run)
+    def body(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+        if where == "a_later_hook" and run.once():
+            _hook_that_may_fail(model, run)
+        optimizer.zero_grad()
+        if step % 2:
+            model.uses = (0, 2) if where == "forward" else (0, 1)  # there is no third block
+            model.fails_after = 0 if where == "backward" else None
+            run.kept["fails"] = True
+            with pytest.raises((PlantedError, IndexError)):
+                backward(model, step)
+            model.uses, model.fails_after, run.kept["fails"] = (0, 1), None, False
+            if ending == "goes_on":
+                return
+            if ending == "zeroes_and_retries":
                 optimizer.zero_grad()
-                if step % 2:
-                    fail(model, run)
-                    with pytest.raises((PlantedError, IndexError)):
-                        backward(model, step)
-                    _mend(model, run)
-                    if end == "goes_on":
-                        return None
-                    if end == "zeroes_and_retries":
-                        optimizer.zero_grad()
-                if step % 2 == 0 or end != "steps":
-                    backward(model, step)
-                optimizer.step()
-                return None
+        if step % 2 == 0 or ending != "steps":
+            backward(model, step)
+        optimizer.step()
 
-            program(f"failure_in_{where}_then_{ending}", prepare=prepare)(body)
+    prepares = {"prepare": _hook_that_may_fail} if where == "an_earlier_hook" else {}
+    program(f"failure_in_{where}_then_{ending}", **prepares)(body)
 
 
-_add_failures()
+for _where in ("forward", "backward", "an_earlier_hook", "a_later_hook"):
+    for _ending in ("goes_on", "zeroes_and_retries", "retries", "steps"):
+        _failure(_where, _ending)
 
 
 @between()
@@ -1182,31 +1142,25 @@ def exception_while_gradients_are_edited(model: Any, optimizer: Any, step: int, 
         model.blocks[0].weight.grad.mul_(torch.tensor(1j))
 
 
-@program(torch=False)
+@between(settings=OTHERS, torch=False)
 def exception_in_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A hyper-parameter that is out of range raises; the step is made once it was mended."""
-    optimizer.zero_grad()
-    backward(model, step)
     if step % 2:
         optimizer.param_groups[0]["lr"] = -1.0
         with pytest.raises(ValueError, match="lr"):
             optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.01
-    optimizer.step()
 
 
-@program(torch=False)
+@between(settings=OTHERS, torch=False)
 def exception_in_a_hook_before_the_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
     def fail(*_: Any) -> None:
         raise PlantedError
 
-    optimizer.zero_grad()
-    backward(model, step)
     handle = optimizer.register_step_pre_hook(fail)
     with pytest.raises(PlantedError):
         optimizer.step()
     handle.remove()
-    optimizer.step()
 
 
 # ---- gradients in memory that others hold ---------------------------------------------------------------------------
@@ -1270,11 +1224,7 @@ def _reduce_in_a_hook(model: Any, run: Run) -> None:
         parameter.register_post_accumulate_grad_hook(reduce)
 
 
-@program(prepare=_reduce_in_a_hook)
-def gradients_reduced_by_an_earlier_hook(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
+program("gradients_reduced_by_an_earlier_hook", prepare=_reduce_in_a_hook)(plainest)
 
 
 def _drop_in_a_hook(model: Any, run: Run) -> None:
@@ -1285,12 +1235,7 @@ def _drop_in_a_hook(model: Any, run: Run) -> None:
     model.last.weight.register_post_accumulate_grad_hook(step_at_once)
 
 
-@program(prepare=_drop_in_a_hook)
-def layer_stepped_in_an_earlier_hook(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """As LOMO and the tutorials do: its gradient is gone before the scheduler sees it."""
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
+program("layer_stepped_in_an_earlier_hook", prepare=_drop_in_a_hook)(plainest)
 
 
 @program()
@@ -1463,7 +1408,7 @@ def scheduler_waits(model: Any, optimizer: Any, step: int, run: Run) -> None:
 @between()
 def scheduler_closed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """In the middle of a step: the gradients are in `.grad` still."""
-    if run.scheduler is not None and step == 3:
+    if run.scheduler is not None and step == 2:
         run.scheduler.close()
 
 
@@ -1511,16 +1456,6 @@ def rolled_back_and_speculated_again_by_hand(model: Any, optimizer: Any, step: i
 # ---- after a step, before its state follows --------------------------------------------------------------------------
 
 
-def _add_after(name: str) -> None:
-    def iteration(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        return ACTIONS[name](model, optimizer, step, run)
-
-    program(f"{name}_after_the_step", torch=False)(iteration)
-
-
 for _name in (
     "checkpoint_saved",
     "addresses_of_gradients_read",
@@ -1534,7 +1469,7 @@ for _name in (
     "storage_replaced",
     "rolled_back_and_speculated_again_by_hand",
 ):
-    _add_after(_name)
+    after(f"{_name}_after_the_step", torch=False)(ACTIONS[_name])
 
 
 # ---- the tests ------------------------------------------------------------------------------------------------------
@@ -1552,9 +1487,7 @@ WHILE_THE_WORKER_WORKS = [
 
 
 @pytest.mark.parametrize("program", WHILE_THE_WORKER_WORKS, ids=str)
-def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(program, monkeypatch):
     speculate = Transaction.speculate
 
     def slow(*arguments: Any, **options: Any) -> None:

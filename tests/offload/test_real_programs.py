@@ -352,7 +352,7 @@ class Replica(nn.Module):
         self.module, self.exchanges = module, True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
+        return self.module(x)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -401,11 +401,6 @@ def gradients_noised_and_clipped_by_value_and_by_norm(run: Run) -> None:
             nn.utils.clip_grad_value_(model.parameters(), 0.1)
             run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
-
-
-def centralized(gradient: Tensor) -> Tensor:
-    """Return the gradient less its mean over the inputs (Yong et al., https://arxiv.org/abs/2004.01461)."""
-    return gradient - gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True)
 
 
 def centralize(run: Run, attach: Callable[[nn.Parameter], None], *, after_the_scheduler: bool = False) -> None:

@@ -43,8 +43,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_threa
 def recipe(name: str) -> ModuleType:
     """Return a recipe as a module of its own."""
     spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), ROOT / "examples" / name)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -49,7 +49,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).tanh()  # type: ignore[arg-type]
+            x = layer(x.to(layer.weight.dtype)).tanh()
         return x.float()
 
 

@@ -38,9 +38,7 @@ def trained(dtype: torch.dtype, devices: list[Device], *, is_alternating: bool) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_alternating", [False, True])
 @pytest.mark.parametrize("device", [ImmediateDevice, lambda: SimulatedDevice(3)], ids=["host", "simulated"])
-def test_two_optimizers_with_schedulers_over_the_same_parameters(
-    dtype: torch.dtype, is_alternating: bool, device: Any
-) -> None:
+def test_two_optimizers_with_schedulers_over_the_same_parameters(dtype, is_alternating, device):
     plain, _ = trained(dtype, [], is_alternating=is_alternating)
     overlapped, taken = trained(dtype, [device(), device()], is_alternating=is_alternating)
     assert overlapped == plain

@@ -160,7 +160,7 @@ def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_
             device.accelerator.eagerness = 0.0 if seed > 1 else 0.95
             model(batch(seed, torch.bfloat16)).float().square().mean().backward()
         scheduler._catch_up()
-        states = scheduler._transaction.table.states  # type: ignore[union-attr]
+        states = scheduler._transaction.table.states
         sent = [state.pending.slot.shadow.is_sent for state in states if state.pending.slot]
     count = {0.0: 0, 0.5: 0, 0.75: 6, 1.0: 48}[share]
     assert sent == [True] * count + [False] * (48 - count)

@@ -152,7 +152,7 @@ def check(
             failing.is_armed = 0 < number < STEPS - 1
             step(model, optimizer, number)
             if failing.is_armed and isinstance(it._device, ImmediateDevice):
-                it._pipeline._idle()  # type: ignore[union-attr]
+                it._pipeline._idle()
             assert [bits(one) for one in model.parameters()] == bits_of_steps[number], number
         assert state_bits(optimizer) == state
         assert {key: len(value) for key, value in exposed.items()} == dict.fromkeys(model.parameters(), 4)
@@ -162,9 +162,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_listener_can_fail_a_step(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_listener_can_fail_a_step(name, monkeypatch, caplog):
     failing = Failing(monkeypatch)
     failing.method(*METHODS[name])
     check("simulated", failing, caplog, monkeypatch)
@@ -172,9 +170,7 @@ def test_no_listener_can_fail_a_step(
 
 
 @pytest.mark.parametrize("phase", ["resolve_seconds", "update_seconds"])
-def test_no_time_of_a_step_that_was_made_can_fail_it(
-    phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_time_of_a_step_that_was_made_can_fail_it(phase, monkeypatch, caplog):
     failing = Failing(monkeypatch, only=lambda transaction, name, begin: name == phase)
     failing.method(Transaction, "_spent")
     if phase == "resolve_seconds":
@@ -218,9 +214,7 @@ def test_a_device_that_cannot_reserve_memory(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Autotuner, "shrink"), (OffloadScheduler, "_apply_placement")])
-def test_a_placement_that_cannot_change(
-    owner: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_placement_that_cannot_change(owner, name, monkeypatch, caplog):
     failing = Failing(monkeypatch)
     failing.method(owner, name)
 

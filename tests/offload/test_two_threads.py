@@ -61,7 +61,7 @@ class Run:
     def backward(self, number: int = 0) -> None:
         self.optimizer.zero_grad()
         loss = self.model(batch(number, torch.bfloat16, 8)).float().square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def train(self, steps: int) -> None:
         for number in range(steps):

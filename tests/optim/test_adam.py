@@ -58,9 +58,7 @@ def give_spoiled(optimizer: SpeculativeCPUAdam, seed: int, spoil: str) -> None:
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad switched on"])
-def test_speculation_is_invisible_and_rollback_gives_gradients_back(
-    dtype: torch.dtype, spoil: str, history: str, amsgrad: bool
-) -> None:
+def test_speculation_is_invisible_and_rollback_gives_gradients_back(dtype, spoil, history, amsgrad):
     options = {"max_grad_norm": 1.0, "lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}
     optimizer, twin = make(dtype, **options), make(dtype, **options)
     for one in (optimizer, twin):
@@ -184,7 +182,6 @@ def test_speculate_and_resolve_are_a_step(dtype: torch.dtype, limit: float | Non
         assert shown(optimizer) == shown(twin)
         optimizer.zero_grad()
     assert visible(optimizer) == visible(twin)
-    assert optimizer.last_outcome is not None
     assert optimizer.last_outcome.kind is (StepKind.CLIPPED if limit in (0.5, 0.0) else StepKind.COMMITTED)
 
 
@@ -202,7 +199,6 @@ def test_on_nonfinite_raise(through: str, is_open: bool) -> None:
         with pytest.raises(FloatingPointError, match="1 gradient elements are Inf or NaN"):
             getattr(optimizer, through)()
         assert state_bits(optimizer) == before
-        assert optimizer.last_outcome is not None
         assert optimizer.last_outcome.kind is StepKind.SKIPPED
         assert optimizer.last_outcome.nonfinite == 1
     optimizer.zero_grad()
@@ -380,9 +376,7 @@ def test_clip_grad_norm_sets_the_limit_of_one_step(speculative: bool, limit: flo
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0])
 @pytest.mark.parametrize("torchs", [0.3, 3.0, 1e9])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_limits_of_torch_and_of_the_optimizer(
-    dtype: torch.dtype, limit: float | None, torchs: float, foreach: bool
-) -> None:
+def test_limits_of_torch_and_of_the_optimizer(dtype, limit, torchs, foreach):
     """Both act, one after the other, as on gradients that were not taken."""
     optimizer, twin = make(dtype, max_grad_norm=limit), make(dtype, max_grad_norm=limit)
     for seed in range(4):
@@ -395,8 +389,6 @@ def test_limits_of_torch_and_of_the_optimizer(
         assert visible(optimizer) == visible(twin)
         assert coefficients[0] == coefficients[1]
         told, plain = optimizer.last_outcome, twin.last_outcome
-        assert told is not None
-        assert plain is not None
         assert told.clip_coefficient == pytest.approx(coefficients[0] * plain.clip_coefficient, rel=1e-2)
         assert told.kind is (StepKind.CLIPPED if told.clip_coefficient != 1.0 else StepKind.COMMITTED)
         if coefficients[0] == 1.0:
@@ -438,7 +430,6 @@ def test_outcome_tells_the_whole_coefficient(speculative: bool) -> None:
     torch.nn.utils.clip_grad_norm_([one], 4.0)
     optimizer.step()
     outcome = optimizer.last_outcome
-    assert outcome is not None
     assert outcome.kind is StepKind.CLIPPED
     if speculative:
         assert outcome.grad_norm == 8.0
@@ -521,22 +512,4 @@ def test_tensor_learning_rate_is_captured_by_value() -> None:
     optimizer.zero_grad()
     train(twin, 2)
     assert (optimizer.statistics.accepted, optimizer.statistics.respeculated) == (2, 2)
-    assert visible(optimizer) == visible(twin)
-
-
-def test_bad_hyperparameter_leaves_speculation_open() -> None:
-    optimizer, twin = trained(make(torch.bfloat16), [1]), trained(make(torch.bfloat16), [1])
-    speculate(optimizer, 2)
-    optimizer.param_groups[0]["lr"] = math.nan
-    for conclude in (optimizer.resolve, optimizer.step, optimizer.speculate, lambda: optimizer.clip_grad_norm_(1.0)):
-        before = state_bits(optimizer)
-        with pytest.raises(ValueError, match="lr is nan"):
-            conclude()
-        assert state_bits(optimizer) == before
-        assert all(are_taken(optimizer))
-    optimizer.param_groups[0]["lr"] = 1e-3
-    optimizer.resolve()
-    assert optimizer.statistics.respeculated == 2  # because the state was looked at
-    optimizer.zero_grad()
-    train(twin, 2)
     assert visible(optimizer) == visible(twin)

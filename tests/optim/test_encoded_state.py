@@ -10,7 +10,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -380,9 +379,7 @@ def test_nothing_becomes_zero_that_is_not() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_checkpoint_is_made_of_one_decoded_tensor_after_the_other(
-    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_made_of_one_decoded_tensor_after_the_other(wait, tmp_path, monkeypatch):
     """So that a save takes the memory of the largest, not of all."""
     model, optimizer = make()
     train(model, optimizer, range(2))

@@ -195,9 +195,7 @@ def _edit_through_state_dict(optimizer: Any, edit: Callable[[Any, torch.Tensor],
     [(when, edit) for when in ("read before", "read before and saved", "read in between") for edit in EDITS]
     + [("through a state dict", "in place")],  # which shares its tensors alone
 )
-def test_what_users_write_into_the_state_while_speculation_is_open_counts(
-    dtype: torch.dtype, edit: str, when: str
-) -> None:
+def test_what_users_write_into_the_state_while_speculation_is_open_counts(dtype, edit, when):
     """The step is made from the state as it is then, as without speculation."""
     optimizer, twin = make(dtype), make(dtype)
     for one in (optimizer, twin):
@@ -286,9 +284,7 @@ def test_state_that_has_moved_is_looked_at_where_parameters_are_bound_anew(chang
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("speculative", [False, True])
-def test_what_users_write_into_a_state_they_hold_survives_binding_anew(
-    dtype: torch.dtype, change: str, edit: str, speculative: bool
-) -> None:
+def test_what_users_write_into_a_state_they_hold_survives_binding_anew(dtype, change, edit, speculative):
     """As if it had been written before the step that comes next, with nothing bound in between."""
     optimizer, twin = make(dtype), make(dtype)
     held = {}

@@ -63,9 +63,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
     @ACCEPTED
     @BOTH_WAYS
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-    def test_configuration_has_the_bits_of_torch(
-        name: str, description: str, speculative: bool, dtype: torch.dtype
-    ) -> None:
+    def test_configuration_has_the_bits_of_torch(name, description, speculative, dtype):
         ours, theirs, _, _ = CASES[name]
         options = options_of(name, dtype)[description]
         assert run(ours, dtype, speculative=speculative, **options) == run(theirs, dtype, fused=True, **options)
@@ -73,9 +71,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
     @ACCEPTED
     @BOTH_WAYS
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_working_copy_is_the_rounded_fp32_run_of_torch(
-        name: str, description: str, speculative: bool, dtype: torch.dtype
-    ) -> None:
+    def test_working_copy_is_the_rounded_fp32_run_of_torch(name, description, speculative, dtype):
         ours, theirs, _, _ = CASES[name]
         options = options_of(name, dtype)[description]
         optimizer = ours([parameter(64, dtype=dtype)], **options)
@@ -93,9 +89,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
 
 @ACCEPTED
 @pytest.mark.parametrize("implementation", [{"foreach": False}, {"foreach": True}, {"fused": False}, {"fused": True}])
-def test_implementation_is_accepted_and_changes_nothing(
-    name: str, description: str, implementation: dict[str, bool]
-) -> None:
+def test_implementation_is_accepted_and_changes_nothing(name, description, implementation):
     cls = CASES[name][0]
     options = options_of(name)[description]
     if isinstance(options.get("lr"), torch.Tensor) and implementation.get("foreach"):

@@ -224,9 +224,7 @@ def test_zero_grad(ours: type, theirs: type) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("speculative", [False, True])
 @pytest.mark.parametrize("is_stepped_there", [False, True])
-def test_modes_without_autograd(
-    dtype: torch.dtype, mode: Callable[[], Any], speculative: bool, is_stepped_there: bool
-) -> None:
+def test_modes_without_autograd(dtype, mode, speculative, is_stepped_there):
     """State made inside inference mode, or from gradients made there, can be used outside."""
     optimizer, twin = make(dtype=dtype), make(dtype=dtype)
 

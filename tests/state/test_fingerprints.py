@@ -198,7 +198,7 @@ def test_memory_that_is_freed_and_given_back_is_noticed_by_a_look_in_between() -
 
 
 def held_by(memory: object, numel: int) -> Tensor:
-    return torch.frombuffer(memory, dtype=torch.float32, count=numel)  # type: ignore[call-overload, no-any-return]
+    return torch.frombuffer(memory, dtype=torch.float32, count=numel)
 
 
 def test_storages_that_are_replaced_are_freed_at_once() -> None:
@@ -229,8 +229,8 @@ class Wrapped(torch.Tensor):
     """A tensor without memory of its own, as a DTensor is one."""
 
     @staticmethod
-    def __new__(cls: type[Wrapped], inner: Tensor) -> Wrapped:  # type: ignore[misc]
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+    def __new__(cls: type[Wrapped], inner: Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> object:
@@ -246,7 +246,7 @@ class Closed(torch.Tensor):
     ) -> object:
         if function is torch.Tensor.untyped_storage:
             raise NotImplementedError("there is none")
-        return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def test_tensors_without_memory_or_storage_are_looked_at_all_the_same() -> None:

@@ -55,9 +55,7 @@ VERDICTS: dict[str, tuple[float, Callable[[SpeculativeCPUAdam], object]]] = {
 @pytest.mark.parametrize("verdict", VERDICTS)
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("is_looked_at", [False, True], ids=["", "state read in between"])
-def test_write_over_open_speculation(
-    dtype: torch.dtype, layout: str, verdict: str, steps_before: int, is_looked_at: bool
-) -> None:
+def test_write_over_open_speculation(dtype, layout, verdict, steps_before, is_looked_at):
     """The step is made as if the write had come before, which it did; so with gradients that were not taken."""
     optimizer, twin = make(dtype, layout), make(dtype, layout)
     size, conclude = VERDICTS[verdict]
@@ -154,9 +152,7 @@ def test_commit_looks_at_parameters_also_after_a_state_was_loaded(dtype: torch.d
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("is_chosen", [False, True])
-def test_reload_masters_after_writes_through_data(
-    dtype: torch.dtype, steps_before: int, is_open: bool, is_chosen: bool
-) -> None:
+def test_reload_masters_after_writes_through_data(dtype, steps_before, is_open, is_chosen):
     """As if these had been counted; masters of other parameters stay as they are."""
     optimizer, twin = (SpeculativeCPUAdam([parameter(80, dtype=dtype, seed=i) for i in range(2)]) for _ in range(2))
     for one in (optimizer, twin):

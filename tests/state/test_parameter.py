@@ -158,9 +158,7 @@ def _alone(view: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", LAYOUTS)
 @pytest.mark.parametrize("speculative", [False, True])
-def test_every_layout_has_the_same_bits(
-    dtype: torch.dtype, layout: str, gradient_layout: str, speculative: bool
-) -> None:
+def test_every_layout_has_the_same_bits(dtype, layout, gradient_layout, speculative):
     plain = SpeculativeCPUAdam([parameter(4, 3, 5, 2, dtype=dtype)], amsgrad=True, max_grad_norm=0.5)
     laid_out = SpeculativeCPUAdam(
         [torch.nn.Parameter(LAYOUTS[layout](parameter(4, 3, 5, 2).detach().to(dtype)))], amsgrad=True, max_grad_norm=0.5

@@ -95,7 +95,7 @@ class Household:
             self.memory.append(weakref.ref(tensor))
             return tensor
 
-        self.device.empty = watched  # type: ignore[method-assign]
+        self.device.empty = watched
 
     @property
     def on_device(self) -> list[Tensor]:

@@ -247,9 +247,7 @@ def finding(*lengths: int) -> tuple[SpeculativeCPUAdam, list[Tensor]]:
     return optimizer, list(ones)
 
 
-def test_after_a_finding_every_element_is_compared_for_a_while(
-    finds: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_finding_every_element_is_compared_for_a_while(finds, caplog):
     optimizer, (one, other) = finding(1000, 2000)
     hidden = 500
     assert hidden not in sampled_places(1000)

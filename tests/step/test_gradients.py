@@ -23,7 +23,7 @@ class Received(NewValues):
     """Lets something count of a gradient that was not taken."""
 
     def __init__(self, received: Callable[[Tensor], Tensor] | None) -> None:
-        self.received = received  # type: ignore[assignment]
+        self.received = received
 
 
 def make(lengths: list[int], new_values: NewValues | None = None) -> ParameterTable:
@@ -44,7 +44,6 @@ def fill(parameter: Tensor, state: ParameterState, kind: int) -> None:
     parameter.grad = None if kind == ABSENT else torch.ones_like(parameter)
     if kind in (TAKEN, GIVEN_BACK):
         taken = take_gradient(parameter, state)
-        assert taken is not None
         handle = parameter.grad
         if kind == GIVEN_BACK:  # and the handle is put there again
             taken.give_back()

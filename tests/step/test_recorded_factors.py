@@ -33,7 +33,6 @@ def _shown(
     train(optimizer, 1)
     give_gradients(optimizer, 2)
     (one,) = parameters_of(optimizer)
-    assert one.grad is not None
     fill(one.grad)
     if is_speculative:
         optimizer.speculate()
@@ -52,9 +51,7 @@ def _denormal(gradient: Tensor) -> None:
 @pytest.mark.parametrize("factor", [0.5, 0.3], ids=str)
 @pytest.mark.parametrize("limit", [math.inf, 1e9, 0.9 * 0.5 * 2.0], ids=["no limit", "within", "clipped"])
 @pytest.mark.parametrize("fill", [lambda gradient: None, _denormal], ids=["usual", "denormal"])
-def test_bits_and_norm_are_those_of_the_product(
-    fill: Callable[[Tensor], None], limit: float, factor: float, dtype: torch.dtype
-) -> None:
+def test_bits_and_norm_are_those_of_the_product(fill, limit, factor, dtype):
     expected, found = (_shown(fill, dtype, factor, limit, is_speculative=speculative) for speculative in (False, True))
     assert found == expected
 
@@ -78,9 +75,7 @@ PRODUCTS: dict[str, Callable[[list[Tensor]], object]] = {
     ],
     ids=str,
 )
-def test_no_product_is_made_over_gradients_that_kernels_can_scale(
-    dtype: torch.dtype, limit: float | None, product: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_product_is_made_over_gradients_that_kernels_can_scale(dtype, limit, product, monkeypatch):
     """They have its bits all the same. A limit of the optimizer's own is a second product."""
     products: list[TakenGradient] = []
     scaled = TakenGradient.scaled
@@ -123,7 +118,6 @@ def test_a_product_of_a_gradient_that_counts_unrounded_is_not_rounded() -> None:
         train(optimizer, 1)
         (one,) = parameters_of(optimizer)
         binding = optimizer._binding
-        assert binding._transaction is not None
         one.grad = unrounded.bfloat16()
         values = unrounded.clone() if is_recorded else unrounded * 0.3
         take_reduced(one, values, binding._transaction.table.states[0], binding)
@@ -143,7 +137,6 @@ def test_norm_without_a_limit_is_that_of_products_before_they_are_rounded(factor
     optimizer.speculate([parameters_of(optimizer)[0]])
     torch._foreach_mul_([p.grad for p in parameters_of(optimizer)], torch.tensor(factor))
     optimizer.step()
-    assert optimizer.last_outcome is not None
     exact = gradients[0].mul(torch.tensor(factor).double())
     products = [exact, gradients[1].mul(torch.tensor(factor)).bfloat16().double()]  # that one was not taken
     norm = float(torch.cat([one.flatten() for one in products]).norm())
@@ -158,9 +151,7 @@ def test_norm_without_a_limit_is_that_of_products_before_they_are_rounded(factor
         (2, lambda g: g.div_(4.0), (StepKind.CLIPPED, 0.25)),
     ],
 )
-def test_factors_of_all_gradients_are_told(
-    count: int, change: Callable[[Tensor], Tensor], expected: tuple[StepKind, float]
-) -> None:
+def test_factors_of_all_gradients_are_told(count, change, expected):
     optimizer = trained(make(torch.bfloat16, SpeculativeCPUAdam), [1])
     give_gradients(optimizer, 2)
     optimizer.speculate(parameters_of(optimizer)[:count])

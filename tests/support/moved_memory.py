@@ -31,8 +31,6 @@ MOMENTS = ("before backward", "in a hook", "before the step", "after the step")
 SETTINGS = ("host", "simulated device", "speculate()")
 FORMATS: tuple[dict[str, str], ...] = ({}, {}, {"moments": "bf16"}, {"moments": "8bit", "master": "24bit"})
 
-Entry = dict[str, Any]
-
 
 class Run:
     """One program under way: a model whose gradients are given, its optimizer, and what the program holds."""

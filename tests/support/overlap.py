@@ -148,6 +148,12 @@ def adam(model: nn.Module, **options: Any) -> SpeculativeCPUAdam:
     return SpeculativeCPUAdam(model.parameters(), **{"lr": 0.05, "max_grad_norm": 20.0, **options})
 
 
+def twins(make: Callable[[], nn.Module] = mlp, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Return two equal models, each with its optimizer."""
+    model, twin = make(), make()
+    return model, adam(model, **options), twin, adam(twin, **options)
+
+
 def eager(optimizer: SpeculativeCPUAdam, model: nn.Module, **options: Any) -> OffloadScheduler:
     """Return a scheduler that speculates on every gradient alone, at once."""
     return OffloadScheduler(optimizer, model, **{"bucket_numel": 1, "device": ImmediateDevice(), **options})
