@@ -67,7 +67,7 @@ def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[
 
 
 @pytest.mark.parametrize("begins", ["fresh", pytest.param("continued", marks=pytest.mark.deep)])
-def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins: str, tmp_path: Path) -> None:
+def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins, tmp_path):
     earlier = None
     if begins == "continued":
         (tmp_path / "none-0").touch()
@@ -143,7 +143,7 @@ def use_folders_of_their_own(rank: int, *, folder: str) -> list[str]:
     return words
 
 
-def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(tmp_path: Path) -> None:
+def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(tmp_path):
     results = ranks.run(use_folders_of_their_own, 3, folder=str(tmp_path))
     assert results[0] == results[1] == results[2]
     fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
@@ -175,7 +175,7 @@ def use_copies(rank: int, *, folder: str) -> list[str]:
     return words
 
 
-def test_copies_of_a_run_are_not_one_folder(tmp_path: Path) -> None:
+def test_copies_of_a_run_are_not_one_folder(tmp_path):
     results = ranks.run(use_copies, 2, folder=str(tmp_path))
     fault = f"{HERE} is another folder on ranks [1] than on rank 0: choose one that all ranks share"
     assert results[0] == results[1]
@@ -199,7 +199,7 @@ def load_where_one_cannot_write(rank: int, *, folder: str) -> int:
         return int(load(newest, *make()))
 
 
-def test_read_only_folder_can_be_loaded(tmp_path: Path) -> None:
+def test_read_only_folder_can_be_loaded(tmp_path):
     assert ranks.run(load_where_one_cannot_write, 2, folder=str(tmp_path)) == [7, 7]
 
 
@@ -219,7 +219,7 @@ def begin_together(rank: int, *, folder: str) -> list[str]:
     return found
 
 
-def test_asking_for_the_newest_leaves_a_lock_file_at_most(tmp_path: Path) -> None:
+def test_asking_for_the_newest_leaves_a_lock_file_at_most(tmp_path):
     expected = [".lock", ".lock", ".lock latest save-00000001"]
     assert ranks.run(begin_together, 2, folder=str(tmp_path)) == [expected, expected]
 
@@ -230,7 +230,7 @@ def ask_where_one_cannot_write(rank: int, *, folder: str) -> str:
     return str(error.value)
 
 
-def test_folder_that_cannot_be_made_is_found_when_the_run_begins(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_found_when_the_run_begins(tmp_path):
     (tmp_path / "file").touch()
     one, other = ranks.run(ask_where_one_cannot_write, 2, folder=str(tmp_path))
     assert one == other

@@ -222,7 +222,7 @@ CODES = Request("sm_100", "adam_kernel", (BFLOAT16, BFLOAT16, Format.MOMENTS_8BI
 
 
 @pytest.fixture(scope="module")
-def compilers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compilers]:
+def compilers(request, tmp_path_factory):
     """Compile what the chosen tests look up."""
     requests = [*requests_of(request), *ALIGNED, *FUSED, CODES]
     compilers = Compilers(requests, tmp_path_factory.mktemp("triton"), assembles=False, together=64)
@@ -255,12 +255,12 @@ def over(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]
 
 
 @of_adam(CHOSEN, ADAM)
-def test_adam_kernel(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+def test_adam_kernel(request, compilers):
     check(request_of(request.node), compilers.code(request_of(request.node)))
 
 
 @of_adam(["sm_100"], [one for one in ADAM if Format.MOMENTS_8BIT in one[2]])
-def test_adam_kernel_with_8bit_moments(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+def test_adam_kernel_with_8bit_moments(request, compilers):
     """`abs.f32`, which only this target has, may make any NaN: the bits depend on none."""
     code = compilers.code(request_of(request.node))
     assert "abs.f32" in code.ptx
@@ -270,12 +270,12 @@ def test_adam_kernel_with_8bit_moments(request: pytest.FixtureRequest, compilers
 
 
 @over(CHOSEN, "sources link sums aligned", PACK)
-def test_pack_kernel(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+def test_pack_kernel(request, compilers):
     check(request_of(request.node), compilers.code(request_of(request.node)))
 
 
 @over(CHOSEN, "dtype aligned", SCATTER)
-def test_scatter_kernel(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+def test_scatter_kernel(request, compilers):
     check(request_of(request.node), compilers.code(request_of(request.node)))
 
 
@@ -288,7 +288,7 @@ def planted(code: Code, **constants: Any) -> Code:
 
 
 @pytest.mark.parametrize("number", range(len(ALIGNED)))
-def test_vectors_at_any_address_are_noticed(number: int, compilers: Compilers) -> None:
+def test_vectors_at_any_address_are_noticed(number, compilers):
     request = ALIGNED[number]
     code = planted(compilers.code(request), IS_ALIGNED=False)
     with executing(code), pytest.raises(ptx.ExecutionError, match="an address is no multiple of"):
@@ -296,7 +296,7 @@ def test_vectors_at_any_address_are_noticed(number: int, compilers: Compilers) -
 
 
 @pytest.mark.parametrize("number", range(len(FUSED)))
-def test_what_may_be_contracted_is_refused(number: int, compilers: Compilers) -> None:
+def test_what_may_be_contracted_is_refused(number, compilers):
     request = FUSED[number]
     code = planted(compilers.code(request), enable_fp_fusion=False)
     with executing(code), pytest.raises(ptx.ExecutionError, match=r"(add|sub|mul)\.f(32|64) is not known"):
@@ -330,11 +330,11 @@ def scatter_far(code: Code) -> None:
         assert torch.equal(source[window], target[window])
 
 
-def test_tensors_of_more_than_32_bits(compilers: Compilers) -> None:
+def test_tensors_of_more_than_32_bits(compilers):
     scatter_far(compilers.code(ALIGNED[-1]))
 
 
-def test_offsets_of_32_bits_are_noticed(compilers: Compilers) -> None:
+def test_offsets_of_32_bits_are_noticed(compilers):
     code = compilers.code(ALIGNED[-1])
     cut = r"\1\ncvt.u32.u64 %r9999, \2;\ncvt.s64.s32 \2, %r9999;"
     text, count = re.subn(r"(shl\.b64\s+(%rd\d+), %rd\d+, 1[24];)", cut, code.ptx)
