@@ -160,27 +160,6 @@ def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for():
     assert (result.typical_seconds, result.seconds, result.python_seconds) == (14.0, None, None)
 
 
-def test_a_bucket_takes_what_the_training_thread_computes_longer_than_with_the_clock(monkeypatch):
-    """Clipped steps do not count: the training thread computes in their kernels as well."""
-    cpu = Clock()
-    monkeypatch.setattr(pacing.time, "thread_time", cpu)
-    model = TimedModel(Gradients([64] * 1))
-    model.device = paced_device.PacedDevice(paced_device.Rates(64.0, 128.0, 1.0), now=Clock())
-    seconds = iter([1.0] * pacing.WARM_UPS + [2.0, 5.0, 90.0, 3.0])
-
-    def step():
-        before = cpu.now
-        cpu.now += next(seconds)
-        return cpu.now - before == 90.0
-
-    clock, side = pacing.Side("clock", model, lambda: False), pacing.Side("", model, step)
-    clock.turn(1)
-    side.turn(4)
-    assert side.python == [2.0, 5.0, 3.0]
-    side.buckets, clock.seconds[False], clock.python = 8, [1.0], [1.0]  # two in each iteration
-    assert pacing._result(side, clock, adam=4.0, counts_clipped=False).bucket_seconds == (3.0 - 1.0) / 2
-
-
 def test_steps_after_backward_hide_nothing():
     """The whole step, and both ways, come after the device's work, and before its next."""
     clock = Clock()
