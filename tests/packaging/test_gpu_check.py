@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -256,6 +258,16 @@ def test_a_sweep_differs_from_the_placement_that_was_chosen(capsys):
     assert [row.placement for row in rows if row.side == sides.PLAIN] == [{}, {}]
 
 
+def test_placement_that_cannot_be_met_is_a_row(monkeypatch, capsys):
+    monkeypatch.setitem(sides.PLACEMENTS, "half the threads", lambda chosen, total: {"num_threads": 0})
+    throughput.measure(request(sides.SWEEP, [1]))
+    rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+    refused = [row for row in rows if row.outcome != "measured"]
+    assert [(row.side, row.outcome) for row in refused] == [(f"{sides.OVERLAPPED}, half the threads", "refused")]
+    assert "num_threads" in refused[0].detail
+    assert len(rows) == len(sides.SWEPT) + 1
+
+
 def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
     steps = throughput._steps
 
@@ -456,6 +468,27 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path):
     while is_running(int(path.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(int(path.read_text()))
+
+
+@pytest.mark.subprocess
+def test_programs_end_with_the_check(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+        def wait(self, timeout=None):
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    code = "import time; time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        programs.run([[sys.executable, "-c", code]] * 2, 60.0, {})
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 def is_running(process: int) -> bool:
