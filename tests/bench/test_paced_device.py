@@ -174,6 +174,18 @@ def test_what_is_published_from_the_host_crosses_the_link():
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed():
+    device, clock = clocked()
+    device.reserve(HostNeeds(largest=1024))
+    held = [device.host_empty(1024, torch.float32)]  # all of the slab
+    address = held[0].data_ptr()
+    device.spend(Stream.UPLOAD, 5.0, "")
+    device.record_stream(held.pop(), Stream.UPLOAD)
+    assert device.host_empty(1024, torch.float32).data_ptr() != address
+    clock.now += 5.0
+    assert device.host_empty(1024, torch.float32).data_ptr() == address
+
+
 def test_it_knows_its_free_memory_and_has_every_core():
     device = PacedDevice(PRESETS["gh200"], free_bytes=1000)
     memory = device.empty(100, torch.float32, Stream.CURRENT)
