@@ -1,11 +1,6 @@
 """`bench/compare.py`: what is compared does the same work on both sides, and the whole run at a tiny size."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import compare
 import pytest
@@ -22,18 +17,18 @@ NUMEL = 3 * native.CHUNK
 
 
 @pytest.fixture
-def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_layers(monkeypatch):
     """Let the model of iterations be a quarter as deep."""
     monkeypatch.setattr(overlap, "LAYERS", 2)
 
 
-def test_axes_are_varied_by_themselves() -> None:
+def test_axes_are_varied_by_themselves():
     chosen = settings(["avx512", "avx2", "scalar"], [8, 1], [Dtype.FLOAT32, Dtype.BFLOAT16])
     assert chosen[0] == passes.Setting("avx512", 8, Dtype.FLOAT32, Dtype.BFLOAT16)
     assert len(set(chosen)) == len(chosen) == 1 + 2 + 1 + 1
 
 
-def test_both_sides_of_the_kernels_contest_do_a_step() -> None:
+def test_both_sides_of_the_kernels_contest_do_a_step():
     ours, theirs = contests.prepare_passes(1, NUMEL)
     for action in (ours, ours, theirs, theirs):
         action()
@@ -42,15 +37,13 @@ def test_both_sides_of_the_kernels_contest_do_a_step() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tensors", "numel"), [("float32", 3, 64), ("float32", 1, 4096), ("bfloat16", 3, 64)])
-def test_both_sides_reach_the_same_weights(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, tensors: int, numel: int
-) -> None:
+def test_both_sides_reach_the_same_weights(monkeypatch, dtype, tensors, numel):
     """In fp32 both sides start from the same masters: after three steps they must hold the same bits."""
-    made: list[Any] = []
+    made = []
     for name in ("_our_adamw", "_torch_adamw"):
         build = getattr(contests, name)
 
-        def kept(parameters: Any, build: Callable[[Any], Any] = build) -> Any:
+        def kept(parameters, build=build):
             made.append(list(parameters))
             return build(parameters)
 
@@ -72,10 +65,10 @@ def test_both_sides_reach_the_same_weights(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_layers")
-def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch):
     models, build = [], overlap._loop
 
-    def kept(tokens: int) -> Any:
+    def kept(tokens):
         models.append((made := build(tokens))[0])
         return made
 
@@ -92,9 +85,7 @@ def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_layers")
-def test_the_whole_run_prints_one_table_and_writes_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: 1)
     monkeypatch.setattr(contests, "SMALL_TENSORS", 5)
@@ -127,7 +118,7 @@ def test_the_whole_run_prints_one_table_and_writes_json(
     assert native.active_isa() == before
 
 
-def test_a_part_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_can_be_asked_for(tmp_path, capsys):
     target = tmp_path / "bench.json"
     one = ["--numel", "8192", "--pairs", "2", "--isa", "scalar", "--threads", "1", "--dtype", "f64"]
     assert compare.main(["passes", *one, "--json", str(target)]) == 0

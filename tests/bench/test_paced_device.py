@@ -6,7 +6,6 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def spans(device: PacedDevice) -> list[tuple[Stream, float, float]]:
     return [(busy.stream, busy.begin, busy.end) for busy in device.busy]
 
 
-def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
     device, _ = clocked()
@@ -80,7 +79,7 @@ def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeyp
 # ---- clocks ----------------------------------------------------------------------------------------------------------
 
 
-def test_work_returns_at_once_and_takes_its_time_one_thing_after_another() -> None:
+def test_work_returns_at_once_and_takes_its_time_one_thing_after_another():
     device, clock = clocked()
     device.spend(Stream.CURRENT, 2.0, "forward")
     first = device.record(Stream.CURRENT)
@@ -106,9 +105,9 @@ ACTIONS = st.one_of(
 
 
 @given(st.lists(ACTIONS, max_size=30))
-def test_every_stream_is_a_queue_and_waits_order_streams(actions: list[tuple[str, Any, Any]]) -> None:
+def test_every_stream_is_a_queue_and_waits_order_streams(actions):
     device, clock = clocked()
-    begun: dict[Stream, float] = dict.fromkeys(Stream, 0.0)  # before which nothing of a stream may begin
+    begun = dict.fromkeys(Stream, 0.0)  # before which nothing of a stream may begin
     for what, one, other in actions:
         if what == "pass":
             clock.now += one
@@ -126,7 +125,7 @@ def test_every_stream_is_a_queue_and_waits_order_streams(actions: list[tuple[str
     assert clock.slept == []
 
 
-def test_everything_takes_its_bytes_at_its_rate() -> None:
+def test_everything_takes_its_bytes_at_its_rate():
     device, _ = clocked()
     gradients = [torch.ones(64, dtype=torch.bfloat16)]
     layout = layout_of(torch.zeros(64, dtype=torch.bfloat16))
@@ -145,7 +144,7 @@ def test_everything_takes_its_bytes_at_its_rate() -> None:
     ]
 
 
-def test_a_step_on_the_device_moves_its_state_twice() -> None:
+def test_a_step_on_the_device_moves_its_state_twice():
     """Smaller state: 5 bytes for each element, and two exponents; what it stores is the CPU's step."""
     device, _ = clocked()
     high, low, exp_avg, exp_avg_sq = (torch.zeros(64, dtype=dtype) for dtype in (torch.int16, *3 * [torch.uint8]))
@@ -162,7 +161,7 @@ def test_a_step_on_the_device_moves_its_state_twice() -> None:
     assert spans(device)[-1][2] - spans(device)[-1][1] == 64 * (6 * 4 + 2 + 2) / 1024.0
 
 
-def test_what_is_published_from_the_host_crosses_the_link() -> None:
+def test_what_is_published_from_the_host_crosses_the_link():
     device, _ = clocked()
     device.reserve(HostNeeds(largest=4096))
     source = device.host_empty(64, torch.float32).fill_(3.0)
@@ -175,7 +174,19 @@ def test_what_is_published_from_the_host_crosses_the_link() -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_knows_its_free_memory_and_has_every_core() -> None:
+def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed():
+    device, clock = clocked()
+    device.reserve(HostNeeds(largest=1024))
+    held = [device.host_empty(1024, torch.float32)]  # all of the slab
+    address = held[0].data_ptr()
+    device.spend(Stream.UPLOAD, 5.0, "")
+    device.record_stream(held.pop(), Stream.UPLOAD)
+    assert device.host_empty(1024, torch.float32).data_ptr() != address
+    clock.now += 5.0
+    assert device.host_empty(1024, torch.float32).data_ptr() == address
+
+
+def test_it_knows_its_free_memory_and_has_every_core():
     device = PacedDevice(PRESETS["gh200"], free_bytes=1000)
     memory = device.empty(100, torch.float32, Stream.CURRENT)
     other, view = device.empty(7, torch.bfloat16, Stream.UPLOAD), memory[50:]
@@ -197,7 +208,7 @@ def test_it_knows_its_free_memory_and_has_every_core() -> None:
 SWIFT = Rates(1e15, 1e15, 1e15)
 
 
-def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device() -> None:
+def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device():
     """Every step is clipped, and every element uncertain: on the host, all but the norm comes after backward."""
     model = mlp(torch.bfloat16)
     optimizer = adam(model, lr=0.1, max_grad_norm=1e-6)
@@ -215,7 +226,7 @@ def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device() -
 # ---- constants -------------------------------------------------------------------------------------------------------
 
 
-def test_constants_reach_the_host_where_they_are() -> None:
+def test_constants_reach_the_host_where_they_are():
     memory = torch.randn(512).to(torch.bfloat16)
     device, _ = clocked(constants=[memory])
     device.reserve(HostNeeds(largest=1024))
@@ -237,7 +248,7 @@ def test_constants_reach_the_host_where_they_are() -> None:
         lambda memory: [constant(memory, 0, 64), memory[64:192:2]],  # not dense
     ],
 )
-def test_gradients_that_lie_otherwise_are_copied(change: Callable[[Tensor], list[Tensor]]) -> None:
+def test_gradients_that_lie_otherwise_are_copied(change):
     memory = torch.randn(192).to(torch.bfloat16)
     device, _ = clocked(constants=[memory])
     gradients = change(memory)
@@ -254,7 +265,7 @@ def test_gradients_that_lie_otherwise_are_copied(change: Callable[[Tensor], list
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
+def test_constants_give_the_state_of_plain_steps(kept):
     gradients, norms = Gradients([4160] * 6, 3), [0.9, 0.5, 30.0]
     gradients.scale_to(norms)
     model, plain = TimedModel(gradients), TimedModel(gradients)
@@ -295,8 +306,8 @@ def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
     assert state_bits(optimizer) == state_bits(twin)
 
 
-def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[int] = []
+def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monkeypatch):
+    ended = []
     synchronize = OffloadScheduler.synchronize
     monkeypatch.setattr(OffloadScheduler, "synchronize", lambda self: ended.append(model.step) or synchronize(self))
     gradients = Gradients([640] * 4, 5)

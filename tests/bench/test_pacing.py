@@ -1,12 +1,8 @@
 """`bench/pace.py`: norms, gradients, what counts as hidden, and the whole run at a tiny size; never how fast it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pace
@@ -25,16 +21,14 @@ TINY = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(monkeypatch):
     """Let no more iterations be made than one of each kind needs."""
     monkeypatch.setattr(pacing, "CLIP_EVERY", 4)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("brief")
-def test_pace_prints_every_side_and_writes_json_picture_and_trace(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     target = tmp_path / "pacing.json"
     before = torch.get_num_threads(), native.get_num_threads()
@@ -70,7 +64,7 @@ def test_pace_prints_every_side_and_writes_json_picture_and_trace(
     assert {"forward", "backward", "adam", "download", "upload"} <= {event["name"] for event in events}
 
 
-def test_norms_are_those_of_fine_tuning() -> None:
+def test_norms_are_those_of_fine_tuning():
     """Medians of the last eight predict the next about as well as in public logs: 35, 60, 85, 95 %, very roughly."""
     logs = np.log(gradient_norms.gradient_norms(1.0, 20_000, 0))
     assert np.exp(np.quantile(logs, [0.001, 0.5, 0.999])) == pytest.approx([3.8, 20.0, 150.0], rel=0.3)
@@ -81,7 +75,7 @@ def test_norms_are_those_of_fine_tuning() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.07, 0.5, 0.9, 1.0])
-def test_the_wanted_share_of_norms_exceeds_the_limit(share: float) -> None:
+def test_the_wanted_share_of_norms_exceeds_the_limit(share):
     """The level has a memory of 100 steps, so that 40,000 say as much as 200 independent ones, or more.
 
     Their share has a standard deviation of 0.035 at most; the tolerance is twice that. It is 0 where all or none are
@@ -96,7 +90,7 @@ def test_the_wanted_share_of_norms_exceeds_the_limit(share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
-def test_the_timed_steps_have_the_wanted_share_too(share: float) -> None:
+def test_the_timed_steps_have_the_wanted_share_too(share):
     turns = pacing.norms_of_turns(share, 2)
     assert [len(turn) for turn in turns] == [pacing.WARM_UPS + pacing.TIMED] * (pacing.SETTLING + 2)
     timed = pacing.timed_norms(turns)
@@ -104,13 +98,13 @@ def test_the_timed_steps_have_the_wanted_share_too(share: float) -> None:
     assert np.mean([norm > gradient_norms.MAX_NORM for norm in timed]) == share
 
 
-def test_without_a_share_one_step_in_ten_is_clipped() -> None:
+def test_without_a_share_one_step_in_ten_is_clipped():
     norms = list(itertools.chain(*pacing.norms_of_turns(None, 6)))
     assert [step for step, norm in enumerate(norms) if norm > 1.0] == list(range(0, 60, 10))
     assert len(set(norms)) == 2
 
 
-def test_gradients_have_the_wanted_norms_and_a_state_that_fits_them() -> None:
+def test_gradients_have_the_wanted_norms_and_a_state_that_fits_them():
     """Tolerances: rounding to bf16 leaves 2**-9 of an element, at random; the state is of 64,000 random elements."""
     gradients = Gradients([64_000] * 2, 2)
     gradients.scale_to([0.3, 40.0])
@@ -129,7 +123,7 @@ def test_gradients_have_the_wanted_norms_and_a_state_that_fits_them() -> None:
     assert float((state["exp_avg"] / state["exp_avg_sq"].sqrt()).std()) == pytest.approx(0.3, rel=0.3)
 
 
-def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold() -> None:
+def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold():
     default = Placement(gpu_buckets=0, bucket_numel=100, transfer_dtype=None, num_threads=4)
     placements = pacing.sweep(default, 1000, 0.5)
     assert placements[0] == default
@@ -141,7 +135,7 @@ def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold() ->
     assert pacing.sweep(dataclasses.replace(default, num_threads=1), 1000, 0.0)[0].gpu_buckets == 0
 
 
-def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock() -> None:
+def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock():
     model = TimedModel(Gradients([64] * 1))
     clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
     clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
@@ -151,7 +145,7 @@ def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock
         assert (result.hidden_share, result.over_clock) == (expected, seconds / 10.0)
 
 
-def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for() -> None:
+def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for():
     model = TimedModel(Gradients([64] * 2))
     clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
     clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
@@ -166,30 +160,7 @@ def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for() -> No
     assert (result.typical_seconds, result.seconds, result.python_seconds) == (14.0, None, None)
 
 
-def test_a_bucket_takes_what_the_training_thread_computes_longer_than_with_the_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Clipped steps do not count: the training thread computes in their kernels as well."""
-    cpu = Clock()
-    monkeypatch.setattr(pacing.time, "thread_time", cpu)
-    model = TimedModel(Gradients([64] * 1))
-    model.device = paced_device.PacedDevice(paced_device.Rates(64.0, 128.0, 1.0), now=Clock())
-    seconds = iter([1.0] * pacing.WARM_UPS + [2.0, 5.0, 90.0, 3.0])
-
-    def step() -> bool:
-        before = cpu.now
-        cpu.now += next(seconds)
-        return cpu.now - before == 90.0
-
-    clock, side = pacing.Side("clock", model, lambda: False), pacing.Side("", model, step)
-    clock.turn(1)
-    side.turn(4)
-    assert side.python == [2.0, 5.0, 3.0]
-    side.buckets, clock.seconds[False], clock.python = 8, [1.0], [1.0]  # two in each iteration
-    assert pacing._result(side, clock, adam=4.0, counts_clipped=False).bucket_seconds == (3.0 - 1.0) / 2
-
-
-def test_steps_after_backward_hide_nothing() -> None:
+def test_steps_after_backward_hide_nothing():
     """The whole step, and both ways, come after the device's work, and before its next."""
     clock = Clock()
     device = paced_device.PacedDevice(
@@ -217,9 +188,7 @@ def test_steps_after_backward_hide_nothing() -> None:
         (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
     ],
 )
-def test_what_cannot_be_paced_is_a_sentence(
-    capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
-) -> None:
+def test_what_cannot_be_paced_is_a_sentence(capsys, words, message):
     with pytest.raises(SystemExit, match="2"):
         pace.main(words)
     assert message in capsys.readouterr().err.splitlines()[-1]

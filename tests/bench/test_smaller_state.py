@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import smaller_state
@@ -24,10 +22,10 @@ OURS = [name for name, form in FORMATS.items() if form.is_ours]
 
 
 @pytest.fixture
-def exact_one(monkeypatch: pytest.MonkeyPatch) -> str:
+def exact_one(monkeypatch):
     """Return the name of a format that is torch's own AdamW in fp32."""
 
-    def make(groups: Any, betas: Any) -> OverMasters:
+    def make(groups, betas):
         return OverMasters(groups, lambda g: AdamW(g, lr=0.0, betas=betas))
 
     monkeypatch.setitem(FORMATS, "torch", dataclasses.replace(FORMATS["fp32"], name="torch", make=make))
@@ -45,7 +43,7 @@ def _new_gradients(parameters: list[torch.Tensor], step: int) -> None:
         parameter.grad = (1e-3 * torch.randn(2, 64, generator=generator)).to(parameter.dtype)
 
 
-def test_an_error_is_that_of_the_update(exact_one: str) -> None:
+def test_an_error_is_that_of_the_update(exact_one):
     """That of another AdamW in fp32 is nothing; a state in fewer bits has one, and a worse one has a larger one."""
     parameters = _with_gradients(torch.bfloat16)
     names = ("fp32", exact_one, "bf16", "8bit")
@@ -62,7 +60,7 @@ def test_an_error_is_that_of_the_update(exact_one: str) -> None:
     assert 0.02 < byte < 0.2
 
 
-def test_a_drift_is_that_of_masters(exact_one: str) -> None:
+def test_a_drift_is_that_of_masters(exact_one):
     parameters = _with_gradients(torch.bfloat16)
     groups = [{"params": parameters, "weight_decay": 0.01}]
     leader = FORMATS["fp32"].make(groups, BETAS)
@@ -80,11 +78,11 @@ def test_a_drift_is_that_of_masters(exact_one: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_bytes_of_state_are_those_of_the_passes(name: str) -> None:
+def test_the_bytes_of_state_are_those_of_the_passes(name):
     assert FORMATS[name].state_bytes == state_bytes(Dtype.BFLOAT16, state_passes.FORMATS[name])
 
 
-def test_formats_of_others_round_what_they_say() -> None:
+def test_formats_of_others_round_what_they_say():
     for name, of_moments, of_masters in (
         ("bf16 moments to nearest", True, False),
         ("bf16 master to nearest", False, True),
@@ -106,7 +104,7 @@ def test_formats_of_others_round_what_they_say() -> None:
         assert torch.equal(parameter.detach().flatten(), master.bfloat16())
 
 
-def test_the_spread_of_runs_is_that_of_one_more() -> None:
+def test_the_spread_of_runs_is_that_of_one_more():
     among = SpreadOfRuns.of([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (among.least, among.most, among.mean) == (1.0, 5.0, 3.0)
     width = 2.776445 * math.sqrt(2.5) * math.sqrt(1.2)  # the 97.5 % quantile with 4 degrees of freedom
@@ -114,7 +112,7 @@ def test_the_spread_of_runs_is_that_of_one_more() -> None:
     assert SpreadOfRuns.of([0.0, 1.0]).high - 0.5 == pytest.approx(12.7062 * math.sqrt(0.5 * 1.5), rel=1e-3)  # with 1
 
 
-def test_where_a_format_is_faster() -> None:
+def test_where_a_format_is_faster():
     """At the rate that is told, fp32 waits for memory exactly as long as the format computes."""
     row = state_passes._judged(Pass.UPDATE, "bf16", 1e-9, 0.5e-9)
     assert 28 / row.crossing == pytest.approx(1e-9)
@@ -124,7 +122,7 @@ def test_where_a_format_is_faster() -> None:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def words(tmp_path):
     """Return a tiny run: texts, and numbers."""
     for name in ("text", "other"):
         (tmp_path / name).write_text("".join(f"{name} {number}\n" for number in range(1000)))
@@ -134,9 +132,7 @@ def words(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     ours = ["fp32", "8bit", "24bit"]
     formats = ["--formats", *ours, "bf16 moments to nearest", "bf16 master to nearest"]
@@ -175,9 +171,7 @@ def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
     assert "has other settings" in capsys.readouterr().err
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_weights(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_stopped_goes_on_with_the_same_weights(words, tmp_path, monkeypatch):
     """Fine-tuning begins with weights of a run from scratch, which another process may have made."""
     words = [*words, "--formats", "fp32"]
     file = tmp_path / "found.json"
@@ -191,9 +185,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_weights(
     assert [row["sha256"] for row in again["runs"]] == [row["sha256"] for row in whole["runs"]]
 
 
-def test_passes_write_tables_and_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_passes_write_tables_and_json(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "found.json"
     words = ["passes", "--numel", "5000", "--pairs", "2", "--rounds", "1", "--threads", "1", "2", "--json", str(file)]
@@ -212,7 +204,7 @@ def test_passes_write_tables_and_json(
 
 
 @pytest.mark.parametrize("name", state_passes.FORMATS)
-def test_a_pass_computes_with_numbers_of_usual_size(name: str) -> None:
+def test_a_pass_computes_with_numbers_of_usual_size(name):
     """Not with zeros or NaN, with which arithmetic may take another time; again and again."""
     arrays = state_passes.arrays_of(8192, name)
     for which in state_passes.PASSES * 3:

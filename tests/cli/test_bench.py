@@ -37,7 +37,7 @@ PLANES = ("master_low", "exp_avg_exponents", "exp_avg_sq_exponents")
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_on_grace_divides_bytes_by_a_bandwidth() -> None:
+def test_the_page_on_grace_divides_bytes_by_a_bandwidth():
     page = (Path(__file__).parents[2] / "docs" / "grace.md").read_text()
     dtypes = {"bf16": Dtype.BFLOAT16, "fp32": Dtype.FLOAT32, "none": Dtype.NONE}
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\d+) \| ([\d.]+) ms \|$", page, re.MULTILINE)
@@ -47,14 +47,14 @@ def test_the_page_on_grace_divides_bytes_by_a_bandwidth() -> None:
         assert milliseconds == f"{int(moved) / 0.486:.1f}"
 
 
-def test_pairs_alternate_and_both_sides_are_warmed_alike() -> None:
+def test_pairs_alternate_and_both_sides_are_warmed_alike():
     clock = Clock()
     ours, theirs = (clock.action(name, itertools.repeat(1.0)) for name in "ab")
     compare(ours, theirs, 4, clock=clock)
     assert "".join(clock.log) == "ab" * WARM_UPS + "ab" + "ba" + "ab" + "ba"
 
 
-def test_a_ratio_is_of_the_same_pair() -> None:
+def test_a_ratio_is_of_the_same_pair():
     clock = Clock()
     drift = [1.0, 2.0, 4.0, 8.0, 16.0]  # the machine slows down; the ratio does not move
     ours = clock.action("a", iter([9.0] * WARM_UPS + drift))
@@ -67,7 +67,7 @@ def test_a_ratio_is_of_the_same_pair() -> None:
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30))
-def test_a_spread_is_ordered_and_inside_the_values(values: list[float]) -> None:
+def test_a_spread_is_ordered_and_inside_the_values(values):
     spread = Spread.of(values)
     slack = 1e-12 * max(values)  # the interpolation between two equal values may round
     assert min(values) - slack <= spread.lower <= spread.median + slack
@@ -75,7 +75,7 @@ def test_a_spread_is_ordered_and_inside_the_values(values: list[float]) -> None:
     assert spread.median == pytest.approx(float(np.median(values)))
 
 
-def test_the_fastest_is_the_one_with_the_shortest_run() -> None:
+def test_the_fastest_is_the_one_with_the_shortest_run():
     clock = Clock()
     noisy = clock.action("noisy", iter([9.0, 1.0, 9.0]))
     steady = clock.action("steady", itertools.repeat(2.0))
@@ -112,7 +112,7 @@ KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, form
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
 @pytest.mark.parametrize("which", READ_ONLY)
-def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype: Dtype, form: Format) -> None:
+def test_traffic_reads_everything_and_leaves_the_state_alone(which, dtype, form):
     arrays = PassArrays(NUMEL, dtype, SETTINGS[dtype], form)
     before = {name: array.copy() for name, array in arrays.items()}
     expected = checksum(arrays, *(name for name in READ_ONLY[which] if name in before))
@@ -129,7 +129,7 @@ def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_traffic_ends_where_the_arrays_end(threads: int) -> None:
+def test_traffic_ends_where_the_arrays_end(threads):
     """Also where their chunks are no multiple of what a thread takes at a time: 4 chunks, or 2 for two threads."""
     chunks = 35
     arrays = PassArrays((chunks + 1) * native.CHUNK, Dtype.FLOAT32, Dtype.BFLOAT16)
@@ -159,7 +159,7 @@ MISFITS = [
 ]
 
 
-def test_traffic_that_does_not_fit_is_refused() -> None:
+def test_traffic_that_does_not_fit_is_refused():
     arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
     before = arrays["out"].copy()
     how = {"prefetch": 0, "stream_out": False, "stream_state": False}
@@ -184,7 +184,7 @@ BYTES = [  # the design's table, and its fp32 gradients
 ]
 
 
-def test_bytes_per_element() -> None:
+def test_bytes_per_element():
     assert [bytes_per_element(which, gradient, out) for which, gradient, out, _ in BYTES] == [row[3] for row in BYTES]
     others = {  # than the state, and how often that is read or written
         Pass.NORM: (2, 0),
@@ -207,7 +207,7 @@ def test_bytes_per_element() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
-def test_every_pass_is_measured_in_every_setting(dtype: Dtype, form: Format, isa: str) -> None:
+def test_every_pass_is_measured_in_every_setting(dtype, form, isa):
     setting = Setting(isa, 2, dtype, SETTINGS[dtype], form)
     rows = list(passes.measure(2 * native.CHUNK - 5, [setting], 2))
     assert [(row.which, row.with_norm) for row in rows] == list(passes.PASSES)
@@ -224,14 +224,14 @@ def test_every_pass_is_measured_in_every_setting(dtype: Dtype, form: Format, isa
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch):
     monkeypatch.setattr(command, "NUMEL", 8192)
     monkeypatch.setattr(command, "PAIRS", 2)
     monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_command_prints_one_table_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_prints_one_table_and_writes_json(capsys, tmp_path):
     target = tmp_path / "bench.json"
     assert cli.main(["bench", "--isa", "scalar", "--threads", "2", "--json", str(target)]) == 0
     printed = capsys.readouterr().out
@@ -257,14 +257,7 @@ def test_the_command_prints_one_table_and_writes_json(capsys: pytest.CaptureFixt
     ("moments", "master", "commit_bytes", "update_bytes"),
     [("bf16", "fp32", 18, 20), ("8bit", "24bit", 12.0625, 14.0625), ("fp32", "24bit", 24, 26)],
 )
-def test_the_command_says_how_state_is_stored(
-    moments: str,
-    master: str,
-    commit_bytes: float,
-    update_bytes: float,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_the_command_says_how_state_is_stored(moments, master, commit_bytes, update_bytes, capsys, tmp_path):
     target, words = tmp_path / "bench.json", ["--moments", moments, "--master", master]
     assert cli.main(["bench", "--isa", "scalar", "--threads", "1", *words, "--json", str(target)]) == 0
     printed = capsys.readouterr().out
@@ -283,13 +276,13 @@ def test_the_command_says_how_state_is_stored(
 @pytest.mark.parametrize(
     ("path", "why"), [("/dev/full", "write the output: No space left on device"), (".", "use .: Is a directory")]
 )
-def test_json_that_cannot_be_written_is_a_sentence(path: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_that_cannot_be_written_is_a_sentence(path, why, capsys):
     assert cli.main(["bench", "--threads", "1", "--json", path]) == cli.USAGE_STATUS
     error = capsys.readouterr().err
     assert error == f"superadam: cannot {why}; free some space or choose another place\n"
 
 
-def test_defaults_are_those_of_training() -> None:
+def test_defaults_are_those_of_training():
     setting = command.setting_of(None, None)
     assert (setting.isa, setting.threads) == (native.active_isa(), native.get_num_threads())
 
@@ -302,16 +295,14 @@ def test_defaults_are_those_of_training() -> None:
         (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_what_cannot_be_measured_is_one_sentence(capsys, words, message):
     assert cli.main(["bench", *words]) == cli.USAGE_STATUS
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_wrong_isa_in_the_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_isa_in_the_environment_is_one_sentence(monkeypatch):
     monkeypatch.setattr(native, "_active", None)
     monkeypatch.setenv("SUPERADAM_ISA", "sse9")
     with pytest.raises(UsageError, match="sse9"):

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from superadam.cli.main import COMMANDS, Parser, main
 from superadam.cli.usage import UsageError
 
 
-def test_every_command_module_adds_one_command() -> None:
+def test_every_command_module_adds_one_command():
     for name in COMMANDS:
         subparsers = Parser(prog="superadam").add_subparsers()
         importlib.import_module(name).add_parser(subparsers)
@@ -23,7 +22,7 @@ def test_every_command_module_adds_one_command() -> None:
         assert callable(parser.get_default("run"))
 
 
-def test_help_lists_the_commands_also_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_also_where_none_is_named(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
@@ -36,7 +35,7 @@ def test_help_lists_the_commands_also_where_none_is_named(capsys: pytest.Capture
 @pytest.mark.parametrize(
     "words", [["fly"], ["bench", "--wings"], ["bench", "--threads", "many"], ["train", "--verify"]]
 )
-def test_words_that_do_not_parse_are_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_do_not_parse_are_one_sentence(words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words)
     captured = capsys.readouterr()
@@ -58,13 +57,7 @@ def _raise(error: BaseException) -> int:
         (KeyboardInterrupt(), 130, "superadam: interrupted\n"),
     ],
 )
-def test_errors_for_people_are_one_sentence(
-    error: BaseException,
-    status: int,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_for_people_are_one_sentence(error, status, sentence, monkeypatch, capsys):
     parser = argparse.ArgumentParser(prog="superadam")
     parser.set_defaults(run=lambda parsed: _raise(error))
     monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
@@ -73,9 +66,7 @@ def test_errors_for_people_are_one_sentence(
 
 
 @pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["bench"]])
-def test_missing_extra_is_one_sentence(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_extra_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
@@ -86,7 +77,7 @@ def test_missing_extra_is_one_sentence(
     assert os.listdir(tmp_path) == []
 
 
-def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_keep_their_traceback(monkeypatch):
     parser = argparse.ArgumentParser(prog="superadam")
     parser.set_defaults(run=lambda parsed: _raise(ValueError("a fault")))
     monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
@@ -94,7 +85,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         main([])
 
 
-def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_told(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("superadam ")

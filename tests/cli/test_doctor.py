@@ -1,14 +1,9 @@
 """The doctor: every probe on made-up machines, and the whole report on this one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,12 +29,12 @@ QUICK_PROBES = tuple(SMALL_BANDWIDTH if name == "memory bandwidth" else (name, p
 
 
 @pytest.fixture(autouse=True)
-def _one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_measurement(monkeypatch):
     monkeypatch.setattr(memory.measure_bandwidth, "__defaults__", (0.0,))
 
 
 @pytest.fixture
-def fresh_native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def fresh_native(monkeypatch):
     """Make the choice of instruction set and threads be read from the environment again, as in a new process."""
     monkeypatch.setattr(native, "_active", None)
     monkeypatch.setattr(native, "_num_threads", None)
@@ -49,7 +44,7 @@ def fresh_native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 # -- every probe, whatever the machine -------------------------------------------------------------------------------
 
 
-def test_every_probe_survives_a_machine_without_any_file(tmp_path: Path) -> None:
+def test_every_probe_survives_a_machine_without_any_file(tmp_path):
     findings = diagnose(machine(tmp_path), QUICK_PROBES)
     assert [finding.name for finding in findings] == [name for name, _ in PROBES]
     for finding in findings:
@@ -75,22 +70,22 @@ READ_FILES = (
 
 @pytest.mark.slow
 @given(texts=st.lists(st.text(max_size=30), min_size=len(READ_FILES), max_size=len(READ_FILES)))
-def test_no_file_content_crashes_a_probe(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_no_file_content_crashes_a_probe(tmp_path_factory, texts):
     files = dict(zip(READ_FILES, (text.encode(errors="replace").decode() for text in texts), strict=True))
     host = machine(tmp_path_factory.mktemp("machine"), files, programs={"nvidia-smi": texts[0]})
     cheap = [(name, probe) for name, probe in PROBES if name != "memory bandwidth"]
     assert [finding.name for finding in diagnose(host, cheap)] == [name for name, _ in cheap]
 
 
-def test_a_failing_probe_becomes_an_unknown_finding(tmp_path: Path) -> None:
-    def fails(host: Host) -> Finding:
+def test_a_failing_probe_becomes_an_unknown_finding(tmp_path):
+    def fails(host):
         raise RuntimeError("no such luck")
 
     (finding,) = diagnose(machine(tmp_path), [("luck", fails)])
     assert finding == Finding("luck", Status.UNKNOWN, "RuntimeError: no such luck")
 
 
-def test_what_could_be_better_says_how(tmp_path: Path) -> None:
+def test_what_could_be_better_says_how(tmp_path):
     for finding in diagnose(Host(), QUICK_PROBES):
         mended = finding.status in (Status.BETTER, Status.BROKEN)
         assert bool(finding.remedy) == mended, finding
@@ -133,9 +128,7 @@ NUMACTL = "numactl --cpunodebind=0 --membind=0 COMMAND"
         (processor.cache_partitioning, {"/sys/fs/resctrl/schemata": "    MB:0=100\n    L3:0=fff\n"}, {}, ""),
     ],
 )
-def test_what_could_be_better_on_other_machines(
-    tmp_path: Path, probe: Callable[[Host], Finding], files: dict[str, str], options: dict[str, Any], remedy: str
-) -> None:
+def test_what_could_be_better_on_other_machines(tmp_path, probe, files, options, remedy):
     finding = probe(machine(tmp_path, files, **options))
     assert finding.status is (Status.BETTER if remedy else Status.OK)
     assert remedy in finding.remedy
@@ -150,9 +143,7 @@ def test_what_could_be_better_on_other_machines(
     ("name", "value", "probe"),
     [("SUPERADAM_ISA", "sse9", processor.instruction_sets), ("SUPERADAM_THREADS", "many", processor.threads)],
 )
-def test_a_wrong_word_in_the_environment_is_broken_with_the_remedy(
-    tmp_path: Path, fresh_native: pytest.MonkeyPatch, name: str, value: str, probe: Callable[[Host], Finding]
-) -> None:
+def test_a_wrong_word_in_the_environment_is_broken_with_the_remedy(tmp_path, fresh_native, name, value, probe):
     fresh_native.setenv(name, value)
     finding = probe(machine(tmp_path, environment={name: value}))
     assert (finding.status, finding.remedy) == (Status.BROKEN, f"unset {name}")
@@ -160,7 +151,7 @@ def test_a_wrong_word_in_the_environment_is_broken_with_the_remedy(
     assert name == "SUPERADAM_THREADS" or native.available_isas()[0] in finding.detail
 
 
-def test_a_forced_slower_isa_could_be_better(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+def test_a_forced_slower_isa_could_be_better(tmp_path, fresh_native):
     available = native.available_isas()
     fresh_native.setattr(native, "known_isas", lambda: {"best": "runnable", **dict.fromkeys(available, "runnable")})
     fresh_native.setenv("SUPERADAM_ISA", available[-1])
@@ -169,7 +160,7 @@ def test_a_forced_slower_isa_could_be_better(tmp_path: Path, fresh_native: pytes
     assert finding.values["active"] == available[-1]
 
 
-def test_kernels_that_were_not_compiled_could_be_better(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+def test_kernels_that_were_not_compiled_could_be_better(tmp_path, fresh_native):
     fresh_native.delenv("SUPERADAM_ISA", raising=False)
     fresh_native.setattr(native, "known_isas", lambda: {"avx512": "not compiled", "scalar": "runnable"})
     finding = processor.instruction_sets(machine(tmp_path))
@@ -203,14 +194,12 @@ def test_kernels_that_were_not_compiled_could_be_better(tmp_path: Path, fresh_na
         ({}, None),
     ],
 )
-def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+def test_cpu_quota(tmp_path, files, quota):
     assert processor.cpu_quota(machine(tmp_path, files)) == quota
 
 
 @pytest.mark.parametrize(("quota", "ranks"), [(250_000, {}), (400_000, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})])
-def test_more_threads_than_the_quota_of_all_ranks_allows_could_be_better(
-    tmp_path: Path, fresh_native: pytest.MonkeyPatch, quota: int, ranks: dict[str, str]
-) -> None:
+def test_more_threads_than_the_quota_of_all_ranks_allows_could_be_better(tmp_path, fresh_native, quota, ranks):
     fresh_native.setenv("SUPERADAM_THREADS", "3")
     files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": f"{quota} 100000"}
     finding = processor.threads(machine(tmp_path, files, {**ranks, "SUPERADAM_THREADS": "3"}))
@@ -218,7 +207,7 @@ def test_more_threads_than_the_quota_of_all_ranks_allows_could_be_better(
     assert (finding.values["superadam"], finding.values["quota"]) == (3, quota / 100_000)
 
 
-def test_processors_count_cores_and_what_is_allowed(tmp_path: Path) -> None:
+def test_processors_count_cores_and_what_is_allowed(tmp_path):
     files = {
         "/proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU\nprocessor : 1\nmodel name\t: Some CPU\n",
         "/sys/devices/system/cpu/online": "0-7",
@@ -230,14 +219,14 @@ def test_processors_count_cores_and_what_is_allowed(tmp_path: Path) -> None:
 
 
 @given(st.frozensets(st.integers(0, 300)))
-def test_cpu_lists_are_read_back(numbers: frozenset[int]) -> None:
+def test_cpu_lists_are_read_back(numbers):
     assert cpus_of(ranges_of(numbers)) == numbers
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_locked_memory_matters_only_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_memory_matters_only_with_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert memory.pinned_memory(machine(tmp_path)).status is Status.OK
@@ -248,17 +237,17 @@ def test_locked_memory_matters_only_with_a_gpu(tmp_path: Path, monkeypatch: pyte
     assert memory.pinned_memory(machine(tmp_path)).status is Status.OK
 
 
-def test_bandwidth_is_what_was_moved_over_the_time_it_took() -> None:
+def test_bandwidth_is_what_was_moved_over_the_time_it_took():
     arrays = PassArrays(1 << 20, Dtype.FLOAT32, Dtype.BFLOAT16)
     measured = memory.measure_bandwidth(arrays, 1, seconds=0.0)
     assert 1e6 < measured < 1e13  # a byte per microsecond is slower than any machine, ten terabytes a second faster
 
 
-def test_bandwidth_takes_at_most_a_quarter_of_free_memory(tmp_path: Path) -> None:
+def test_bandwidth_takes_at_most_a_quarter_of_free_memory(tmp_path):
     host = machine(tmp_path, {"/proc/meminfo": "MemTotal: 99999 kB\nMemAvailable: 16384 kB\n"})
     finding = memory.bandwidth(host)
     assert finding.status is Status.OK
-    assert 0 < finding.values["measured_over"] <= 4 << 20  # type: ignore[operator]
+    assert 0 < finding.values["measured_over"] <= 4 << 20
 
 
 # -- partitions and accelerators -------------------------------------------------------------------------------------
@@ -275,18 +264,18 @@ C2C = "GPU 0: NVIDIA GH200 480GB (UUID: GPU-0)\n" + "".join(f"\t C2C Link {n}: 4
         ("GH200, 00000009:01:00.0, 5, 16, 16", {"c2c": C2C}, Status.OK, "GPU 0: NVLink-C2C, 447 GB/s each way"),
     ],
 )
-def test_links_are_told(tmp_path: Path, row: str, programs: dict[str, str], status: Status, detail: str) -> None:
+def test_links_are_told(tmp_path, row, programs, status, detail):
     finding = accelerator.link(machine(tmp_path, programs={**programs, "--query-gpu": f"0, {row}\n"}))
     assert (finding.status, finding.detail) == (status, detail)
 
 
 @pytest.mark.parametrize("rows", ["0, GPU, 00000000:18:00.0, [N/A], [N/A], [N/A]\n", ""])
-def test_a_link_that_is_not_reported_does_no_harm(tmp_path: Path, rows: str) -> None:
+def test_a_link_that_is_not_reported_does_no_harm(tmp_path, rows):
     finding = accelerator.link(machine(tmp_path, programs={"--query-gpu": rows}))
     assert finding.status in (Status.OK, Status.UNKNOWN)
 
 
-def test_a_driver_with_a_torch_without_cuda_could_be_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_with_a_torch_without_cuda_could_be_better(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar 23\n"
@@ -296,7 +285,7 @@ def test_a_driver_with_a_torch_without_cuda_could_be_better(tmp_path: Path, monk
     assert accelerator.link(host).status is Status.UNKNOWN
 
 
-def test_devices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted(tmp_path, monkeypatch):
     class Properties:
         name, total_memory, major, minor = "NVIDIA H200", 141 << 30, 9, 0
 
@@ -315,15 +304,13 @@ def test_devices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.9.1+cpu", Status.BROKEN), ("2.13.0", Status.OK)])
-def test_torch_must_be_new_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, status: Status
-) -> None:
+def test_torch_must_be_new_enough(tmp_path, monkeypatch, version, status):
     monkeypatch.setattr(torch, "__version__", version)
     assert software.torch_version(machine(tmp_path)).status is status
 
 
-def test_triton_is_missed_only_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
+def test_triton_is_missed_only_with_a_gpu(tmp_path, monkeypatch):
+    def absent(name):
         raise software.PackageNotFoundError(name)
 
     monkeypatch.setattr(software, "version", absent)
@@ -343,7 +330,7 @@ FINDINGS = [
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_fits_and_says_everything(width: int) -> None:
+def test_the_table_fits_and_says_everything(width):
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(report.to_table(FINDINGS))
     text = console.export_text()
@@ -353,7 +340,7 @@ def test_the_table_fits_and_says_everything(width: int) -> None:
     assert report.summary(FINDINGS) == "1 ok, 1 could be better, 1 broken"
 
 
-def test_json_holds_every_finding() -> None:
+def test_json_holds_every_finding():
     read = json.loads(json.dumps(report.to_json(FINDINGS)))
     assert read["broken"] is True
     assert [finding["status"] for finding in read["findings"]] == ["ok", "could be better", "broken"]
@@ -361,9 +348,7 @@ def test_json_holds_every_finding() -> None:
 
 
 @pytest.mark.parametrize(("words", "as_json"), [(["doctor"], False), (["doctor", "--json"], True)])
-def test_the_command_reports_this_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], as_json: bool
-) -> None:
+def test_the_command_reports_this_machine(monkeypatch, capsys, words, as_json):
     monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
@@ -373,6 +358,7 @@ def test_the_command_reports_this_machine(
         assert all(name in printed for name, _ in PROBES)
 
 
+WRONG = {"SUPERADAM_ISA": "sse9", "SUPERADAM_THREADS": "0"}
 NOISE = """
 import ctypes, logging, os, subprocess, sys, warnings
 from superadam.cli import main
@@ -407,9 +393,10 @@ for fails, status in ((True, 0), (False, 1), (False, 1)):
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_stdout_is_one_json_document_whatever_is_written_meanwhile() -> None:
-    """And as before between two reports."""
-    done = subprocess.run([sys.executable, "-c", NOISE], capture_output=True, text=True, check=False)
+def test_stdout_is_one_json_document_whatever_is_written_meanwhile():
+    """And as before between two reports; what is wrong in the environment keeps no doctor from starting."""
+    wrong = os.environ | WRONG
+    done = subprocess.run([sys.executable, "-c", NOISE], env=wrong, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     decoder, documents, rest = json.JSONDecoder(), [], done.stdout
     while rest:
@@ -428,7 +415,7 @@ def test_stdout_is_one_json_document_whatever_is_written_meanwhile() -> None:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def test_shares_of_ranks_are_told(tmp_path: Path) -> None:
+def test_shares_of_ranks_are_told(tmp_path):
     environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
     assert processor.ranks(machine(tmp_path, environment=environment)).detail == (
         "rank 0: CPUs 0-2; rank 1: CPUs 3-5; rank 2: CPUs 6-7"
@@ -441,21 +428,16 @@ def test_shares_of_ranks_are_told(tmp_path: Path) -> None:
     assert processor.ranks(nonsense).status is processor.threads(nonsense).status is Status.BROKEN
 
 
-@pytest.mark.slow
-@pytest.mark.subprocess
-def test_one_report_of_two_ranks_with_what_is_broken_and_status_1() -> None:
-    code = (
-        "from superadam.cli import main\nfrom superadam.cli.doctor import memory\n"
-        "memory.bandwidth.__defaults__ = (4 << 20,)\nraise SystemExit(main.main(['doctor', '--json']))"
-    )
-    wrong = os.environ | {"SUPERADAM_ISA": "sse9", "SUPERADAM_THREADS": "0", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code], env=wrong | {"LOCAL_RANK": rank}, stdout=subprocess.PIPE)
-        for rank in "01"
-    ]
-    printed = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 0]
-    assert printed[1] == b""
+def test_one_report_of_two_ranks_with_what_is_broken_and_status_1(fresh_native, capsys):
+    fresh_native.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
+    for name, value in {**WRONG, "LOCAL_WORLD_SIZE": "2"}.items():
+        fresh_native.setenv(name, value)
+    printed = []
+    for rank, status in (("0", 1), ("1", 0)):
+        fresh_native.setenv("LOCAL_RANK", rank)
+        assert cli.main(["doctor", "--json"]) == status
+        printed.append(capsys.readouterr().out)
+    assert printed[1] == ""
     findings = {finding["name"]: finding for finding in json.loads(printed[0])["findings"]}
     broken = {name for name, finding in findings.items() if finding["status"] == "broken"}
     assert broken == {"instruction sets", "threads"}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def _little_memory(monkeypatch):
     monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))  # over few bytes, which takes no time
     monkeypatch.setattr(memory.measure_bandwidth, "__defaults__", (0.0,))
 
@@ -39,24 +39,24 @@ FULL = "superadam: cannot write the output: No space left on device; free some s
 
 
 @pytest.mark.parametrize("words", [["--help"], ["doctor"]], ids=" ".join)
-def test_full_output_is_a_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_output_is_a_sentence(words, capsys):
     with open("/dev/full", "wb") as full, stdout_into(full):
         assert main(words) == 2
     assert capsys.readouterr().err == FULL
 
 
-def test_status_is_the_same_where_sentences_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_the_same_where_sentences_cannot_be_written(monkeypatch):
     monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115
     assert main(["bench", "--threads", "0"]) == 2
 
 
-def test_closed_streams_take_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_streams_take_everything(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     assert main(["doctor"]) in (0, 1)
 
 
-def test_output_that_nobody_reads_ends_quietly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_that_nobody_reads_ends_quietly(capsys):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb", buffering=0) as pipe, stdout_into(pipe):
@@ -65,7 +65,7 @@ def test_output_that_nobody_reads_ends_quietly(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.subprocess
-def test_output_that_nobody_reads_ends_quietly_when_the_interpreter_ends() -> None:
+def test_output_that_nobody_reads_ends_quietly_when_the_interpreter_ends():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "superadam", "--version"]
@@ -74,9 +74,7 @@ def test_output_that_nobody_reads_ends_quietly_when_the_interpreter_ends() -> No
     assert (done.returncode, done.stderr) == (PIPE_STATUS, "")
 
 
-def test_characters_that_the_output_lacks_are_replaced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_characters_that_the_output_lacks_are_replaced(monkeypatch, capsys):
     monkeypatch.setattr(software, "version", lambda name: "l\u00e4ufe")
     stream = io.BytesIO()
     with stdout_into(stream, "ascii"):

@@ -50,7 +50,7 @@ class Module:
         return SimpleNamespace(**{name: noted(name) for name in ("record", "query", "synchronize")})
 
 
-def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert Accelerator.of_torch() is None
     device = PlainDevice()
@@ -59,9 +59,7 @@ def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("kind", "options"), [("cuda", {"blocking": True}), ("xpu", {})])
-def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_records_them(
-    kind: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_records_them(kind, options, monkeypatch):
     module = Module()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", functools.partial(torch.device, kind))
     monkeypatch.setattr(torch, kind, module)
@@ -77,7 +75,7 @@ def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_reco
     assert module.current == 0
 
 
-def test_streams_of_the_host_are_the_thread_that_waits() -> None:
+def test_streams_of_the_host_are_the_thread_that_waits():
     streams = SimulatedDevice(0, 0.0)
     device = beside(ThreadDevice(), streams)
     gradient = streams.late(torch.ones(3))
@@ -88,7 +86,7 @@ def test_streams_of_the_host_are_the_thread_that_waits() -> None:
     assert gradient.tolist() == [1.0] * 3
 
 
-def test_several_events_pass_with_the_last() -> None:
+def test_several_events_pass_with_the_last():
     device = SimulatedDevice(0, 0.0)
     events = AllEvents((device.record(Stream.UPLOAD), device.record(Stream.DOWNLOAD)))
     assert not events.query()

@@ -27,12 +27,12 @@ def parameters(*devices: str) -> Any:
 
 
 @pytest.mark.parametrize("devices", [[], ["cpu"], ["meta", "cpu"], ["mps:0"], ["xpu:0", "xpu:1"]], ids=str)
-def test_models_without_cuda_are_copied_plainly(devices: list[str]) -> None:
+def test_models_without_cuda_are_copied_plainly(devices):
     assert type(device_for(parameters(*devices))) is PlainDevice
 
 
 @pytest.mark.parametrize("devices", [["cuda:1"], ["cpu", "cuda:1", "cuda:1"]], ids=str)
-def test_models_on_one_gpu_get_its_device(devices: list[str]) -> None:
+def test_models_on_one_gpu_get_its_device(devices):
     with fake_cuda():
         device = device_for(parameters(*devices))
         assert isinstance(device, CudaDevice)
@@ -40,25 +40,25 @@ def test_models_on_one_gpu_get_its_device(devices: list[str]) -> None:
 
 
 @pytest.mark.parametrize("devices", [["cuda:1", "cuda:0", "cpu"], ["cuda:0", "meta"]], ids=str)
-def test_models_on_several_are_refused(devices: list[str]) -> None:
+def test_models_on_several_are_refused(devices):
     names = ", ".join(sorted(set(devices) - {"cpu"}))
     with pytest.raises(ValueError, match=f"the parameters lie on {names}, expected one CUDA device.*FSDP2"):
         device_for(parameters(*devices))
 
 
-def test_real_parameters_are_asked_for_where_they_lie() -> None:
+def test_real_parameters_are_asked_for_where_they_lie():
     assert type(device_for(torch.nn.Linear(2, 2).parameters())) is PlainDevice
     assert type(device_for(torch.nn.Linear(2, 2, device="meta").parameters())) is PlainDevice
 
 
-def test_names_of_the_package() -> None:
+def test_names_of_the_package():
     assert all(getattr(superadam.devices, name) for name in superadam.devices.__all__)
     with pytest.raises(AttributeError, match="no attribute 'RocmDevice'"):
         _ = superadam.devices.RocmDevice
 
 
 @pytest.mark.slow
-def test_importing_superadam_imports_neither_kernels_nor_integrations() -> None:
+def test_importing_superadam_imports_neither_kernels_nor_integrations():
     program = (
         "import sys, torch; before = set(sys.modules)\n"
         "import superadam; from superadam.devices import device_for\n"

@@ -9,9 +9,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from offload.test_programs_random import OverlappedRun
-from support.fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
+from support.fake_cuda import FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
 from support.gpu_arrays import BACKENDS, asked_for
 from support.machines import machine
 from support.visible import bits
@@ -48,7 +47,7 @@ def where_there_are(name: str, values: list[str]) -> Callable[[Callable[..., Non
 
 
 @pytest.fixture
-def cuda() -> Iterator[FakeCuda]:
+def cuda():
     with fake_cuda() as fake:
         yield fake
 
@@ -60,7 +59,7 @@ def reserved(device: CudaDevice) -> Any:
 
 
 @pytest.fixture(params=["made-up", *GPUS])
-def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+def device(request):
     with fake_cuda() if request.param == "made-up" else nullcontext() as fake:
         one = reserved(CudaDevice(request.param) if fake is None else FakeDevice(fake))
         yield one
@@ -108,13 +107,13 @@ OF_REAL_ONES = ("events pass in the order of their stream", "norm of packed grad
 
 
 @pytest.mark.parametrize("check", [check for check in DEVICE_CHECKS if not check.startswith(OF_REAL_ONES)])
-def test_it_does_what_the_interface_promises(check: str, device: CudaDevice) -> None:
+def test_it_does_what_the_interface_promises(check, device):
     """But for the made-up events, which pass at once, and norms, which need Triton: `test_conformance.py` has GPUs."""
     DEVICE_CHECKS[check](device)
 
 
 @where_there_are("implementation", ["torch"] if GPUS else BACKENDS)
-def test_every_implementation_of_the_kernels(cuda: FakeCuda, implementation: str) -> None:
+def test_every_implementation_of_the_kernels(cuda, implementation):
     """Gradients may lie as their parameters do, or otherwise. Compiled kernels run in other tests."""
     device = FakeDevice(cuda)
     layout = layout_of(oddly_laid_out(device.device), device)
@@ -136,13 +135,14 @@ def norm_room(layout: FlatLayout, device: torch.device) -> Tensor:
 @pytest.mark.slow
 @where_there_are("implementation", [name for name in BACKENDS if name != "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_have_the_bits_of_the_cpu(implementation: str, dtype: torch.dtype) -> None:
+def test_norms_have_the_bits_of_the_cpu(implementation, dtype):
     """Of what is in the buffer, each parameter in the order of its state, whatever the order of its gradient.
 
     On the first GPU, or in Triton's interpreter.
     """
     with nullcontext() if GPUS else fake_cuda() as fake:
         device = CudaDevice("cuda:0") if fake is None else FakeDevice(fake)
+        assert device.can_update is (fake is None)
         gradients = [gradient.contiguous() for gradient in oddly_laid_out(device.device)]
         gradients[0][0, 0] = math.inf
         layout, simulated = layout_of(gradients, device), SimulatedDevice(0)
@@ -154,9 +154,7 @@ def test_norms_have_the_bits_of_the_cpu(implementation: str, dtype: torch.dtype)
         assert bits(ours) == bits(theirs)
 
 
-def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100)
@@ -166,7 +164,7 @@ def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(
 # ---- what is asked of torch ------------------------------------------------------------------------------------------
 
 
-def test_order_of_a_download(cuda: FakeCuda) -> None:
+def test_order_of_a_download(cuda):
     device = reserved(FakeDevice(cuda))
     layout = layout_of([torch.zeros(70), torch.zeros(6, 4).t()], device)
     with OperationsOnStreams(cuda):
@@ -193,7 +191,7 @@ def test_order_of_a_download(cuda: FakeCuda) -> None:
     ]
 
 
-def test_order_of_an_upload(cuda: FakeCuda) -> None:
+def test_order_of_an_upload(cuda):
     device = reserved(FakeDevice(cuda))
     layout = layout_of([torch.zeros(70), torch.zeros(8, 6)[:, ::2], torch.zeros(6, 4).t()], device)
     host = device.host_empty(layout.numel, torch.float32)
@@ -217,7 +215,7 @@ def test_order_of_an_upload(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("numel", [50, ROOM])
-def test_sources_may_lie_in_memory_of_the_host(device: CudaDevice, numel: int) -> None:
+def test_sources_may_lie_in_memory_of_the_host(device, numel):
     """Pinned as far as it was reserved, and pageable beyond; the parameter may lie on the host as well."""
     host = device.host_empty(numel, torch.float32)
     host.copy_(torch.arange(float(numel)))
@@ -236,7 +234,7 @@ def test_sources_may_lie_in_memory_of_the_host(device: CudaDevice, numel: int) -
         assert target.tolist() == list(range(first, first + len(target)))
 
 
-def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda: FakeCuda) -> None:
+def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda):
     device = FakeDevice(cuda)
     targets = [
         torch.zeros(4),
@@ -252,22 +250,22 @@ def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda: F
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_kernels_are_given_no_pageable_memory(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_pinned: bool) -> None:
+def test_kernels_are_given_no_pageable_memory(cuda, monkeypatch, is_pinned):
     device = FakeDevice(cuda)
     device.device = torch.device("meta")
-    given: list[Tensor] = []
+    given = []
     monkeypatch.setattr("superadam.devices.cuda.scatter_values", lambda sources, *_: given.extend(sources))
     monkeypatch.setattr(Tensor, "is_pinned", lambda _: is_pinned)
     device.scatter([torch.ones(3)], [torch.empty(3, device="meta")])
     assert len(given) == is_pinned
 
 
-def test_only_cuda_devices_are_taken() -> None:
+def test_only_cuda_devices_are_taken():
     with pytest.raises(ValueError, match="CudaDevice got meta, expected a CUDA or HIP device; use PlainDevice"):
         CudaDevice("meta")
 
 
-def test_streams_wait_for_those_that_gradients_were_made_on(cuda: FakeCuda) -> None:
+def test_streams_wait_for_those_that_gradients_were_made_on(cuda):
     """A mark of a stream is one, however often it is made; waiting for one's own asks nothing of torch."""
     device, parameter = FakeDevice(cuda), nn.Parameter(torch.zeros(9))
     marks = [device.mark_ready(parameter) for _ in range(2)]
@@ -280,7 +278,7 @@ def test_streams_wait_for_those_that_gradients_were_made_on(cuda: FakeCuda) -> N
     assert cuda.log == [("wait for stream", "branch", "current"), ("wait for stream", "current", "branch")]
 
 
-def test_gradient_on_the_host_has_an_event_of_its_own_which_sleeping_threads_wait_for(cuda: FakeCuda) -> None:
+def test_gradient_on_the_host_has_an_event_of_its_own_which_sleeping_threads_wait_for(cuda):
     """Its copy may be under way on the stream that its hook runs on."""
     device = FakeDevice(cuda)
     device.reserve(HostNeeds(pending=1 << 12, largest=1 << 12))
@@ -292,12 +290,10 @@ def test_gradient_on_the_host_has_an_event_of_its_own_which_sleeping_threads_wai
     assert cuda.log == [("record", "branch"), ("record", "branch"), ("synchronize", "branch")]
 
 
-def test_gradients_whose_memory_may_be_another_stream_s_are_kept_until_they_are_packed(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_whose_memory_may_be_another_stream_s_are_kept_until_they_are_packed(cuda, monkeypatch):
     """Also where they were made on this one: FSDP2 reduces on one stream what it has allocated on another."""
     device = FakeDevice(cuda)
-    kept: list[tuple[Tensor, str]] = []
+    kept = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append((gradient, stream.name)))
     gradients = [random(9), random(9)]
     with cuda.stream(FakeStream(cuda, "branch")):
@@ -305,27 +301,25 @@ def test_gradients_whose_memory_may_be_another_stream_s_are_kept_until_they_are_
     assert [(id(gradient), name) for gradient, name in kept] == [(id(one), "branch") for one in gradients]
 
 
-def test_gradients_on_another_device_are_refused(cuda: FakeCuda) -> None:
+def test_gradients_on_another_device_are_refused(cuda):
     device = FakeDevice(cuda)
     with pytest.raises(ValueError, match="a gradient is on meta, expected cpu as the scheduler's device; pass"):
         device.pack([torch.empty(9, device="meta")], layout_of([torch.zeros(9)], device), torch.float32)
 
 
-def test_gradients_that_were_packed_on_another_stream_are_kept_until_they_are_stepped(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_were_packed_on_another_stream_are_kept_until_they_are_stepped(cuda, monkeypatch):
     device = FakeDevice(cuda)
-    kept: list[Tensor] = []
+    kept = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
-    monkeypatch.setattr("superadam.devices.cuda.update", lambda *_: cuda.log.append(("update", cuda.now.name)))
+    monkeypatch.setattr("superadam.devices.cuda.update", lambda *given: cuda.log.append((cuda.now.name, *given)))
     step = ResidentStep(random(3), random(3), random(3), None, random(3), random(3), 0)
     device.update([step], [])
-    assert cuda.log == [("update", "current")]
+    assert cuda.log == [("current", [step], [])]
     assert len(kept) == 1
     assert kept[0] is step.gradient
 
 
-def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda: FakeCuda) -> None:
+def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda):
     device = FakeDevice(cuda)
     device.reserve(HostNeeds(pending=4096, largest=1))
     host = device.host_empty(1024, torch.float32)
@@ -344,7 +338,7 @@ def meminfo(available: int) -> dict[str, str]:
     return {"/proc/meminfo": f"MemTotal: {available >> 9} kB\nMemAvailable: {available >> 10} kB\n"}
 
 
-def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: FakeCuda, tmp_path: Path) -> None:
+def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda, tmp_path):
     device = FakeDevice(cuda, machine(tmp_path, meminfo(3 << 20)))
     for pending in (1 << 20, 1 << 20, (1 << 20) + 4096):  # more than before: no less than one bucket more
         device.reserve(HostNeeds(pending=pending, largest=1 << 16))
@@ -365,15 +359,13 @@ def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: Fake
         (None, HostNeeds(shadows=1 << 20), 1 << 20),  # new values that wait on the host
     ],
 )
-def test_as_much_is_pinned_as_there_is_use_and_room_for(
-    cuda: FakeCuda, tmp_path: Path, available: int | None, needs: HostNeeds, pinned: int
-) -> None:
+def test_as_much_is_pinned_as_there_is_use_and_room_for(cuda, tmp_path, available, needs, pinned):
     device = FakeDevice(cuda, machine(tmp_path, {} if available is None else meminfo(available)))
     device.reserve(needs)
     assert list(cuda.registered.values()) == [pinned]
 
 
-def test_what_the_host_can_never_hold_is_refused_before_anything_is_pinned(cuda: FakeCuda, tmp_path: Path) -> None:
+def test_what_the_host_can_never_hold_is_refused_before_anything_is_pinned(cuda, tmp_path):
     """The sum counts, with state that is to come and shadows."""
     device = FakeDevice(cuda, machine(tmp_path, meminfo(1 << 20)))  # of 2 MiB
     device.reserve(HostNeeds(state=1 << 20, pending=1 << 19, largest=1 << 10, shadows=1 << 10))
@@ -386,9 +378,7 @@ def test_what_the_host_can_never_hold_is_refused_before_anything_is_pinned(cuda:
     assert cuda.registered == pinned
 
 
-def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
-    cuda: FakeCuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(cuda, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr("superadam.devices.slab.lockable_bytes", lambda: 8 << 20)
     device = FakeDevice(cuda, machine(tmp_path, meminfo(4 << 30)))
     device.pinned._registrar._device = torch.device("cpu")
@@ -413,13 +403,13 @@ TWO_NODES = {
 }
 
 
-def test_refusal_is_forgotten_before_torch_meets_it(cuda: FakeCuda) -> None:
+def test_refusal_is_forgotten_before_torch_meets_it(cuda):
     """The runtime keeps it, and torch raises it after its next kernel."""
     cuda.refuses = True
     kept = ["out of memory"]
 
     class Kernels(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if kept:
                 raise RuntimeError(kept.pop())
             return function(*args, **(kwargs or {}))
@@ -429,7 +419,7 @@ def test_refusal_is_forgotten_before_torch_meets_it(cuda: FakeCuda) -> None:
     assert kept == []
 
 
-def test_cores_near_the_device_but_two_are_idle_and_ranks_divide_them(cuda: FakeCuda, tmp_path: Path) -> None:
+def test_cores_near_the_device_but_two_are_idle_and_ranks_divide_them(cuda, tmp_path):
     """Of these, all but two CPUs lie near this one's, so that most of the ranks are likely to be here."""
     assert FakeDevice(cuda, machine(tmp_path, TWO_NODES)).idle_cores() == 4
     ranks = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -438,9 +428,9 @@ def test_cores_near_the_device_but_two_are_idle_and_ranks_divide_them(cuda: Fake
     assert device.idle_cores() == 1
 
 
-def test_worker_stays_near_the_device(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_stays_near_the_device(cuda, tmp_path, monkeypatch):
     """The affinity of the training thread is left alone."""
-    bound: dict[str, frozenset[int]] = {}
+    bound = {}
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.update({threading.current_thread().name: cpus}))
     worker = FakeDevice(cuda, machine(tmp_path, TWO_NODES)).start_worker(lambda: False)
     worker.drain()
@@ -449,14 +439,12 @@ def test_worker_stays_near_the_device(cuda: FakeCuda, tmp_path: Path, monkeypatc
     assert cuda.log == [("set_device", "superadam-worker")]
 
 
-def test_torch_may_not_tell_where_the_device_is(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_may_not_tell_where_the_device_is(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     assert FakeDevice(cuda)._cpus == frozenset(os.sched_getaffinity(0))
 
 
-def test_offloading_within_one_memory_is_told(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_offloading_within_one_memory_is_told(cuda, monkeypatch, caplog):
     for is_integrated in (0, 1):
         properties = SimpleNamespace(is_integrated=is_integrated)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
@@ -469,10 +457,10 @@ def test_offloading_within_one_memory_is_told(
 
 
 @pytest.mark.slow
-def test_whatever_happens_over_a_made_up_device(cuda: FakeCuda) -> None:
-    devices: list[CudaDevice] = []
+def test_whatever_happens_over_a_made_up_device(cuda):
+    devices = []
 
-    def made(seed: int) -> CudaDevice:
+    def made(seed):
         devices.append(FakeDevice(cuda))
         devices[-1].reserve(HostNeeds(pending=1 << 16, largest=1 << 14))
         return devices[-1]
@@ -490,7 +478,7 @@ def test_whatever_happens_over_a_made_up_device(cuda: FakeCuda) -> None:
 
 
 @where_there_are("gpu", GPUS)
-def test_reserved_memory_is_pinned_for_torch(gpu: str) -> None:
+def test_reserved_memory_is_pinned_for_torch(gpu):
     device = CudaDevice(gpu)
     device.reserve(HostNeeds(pending=1 << 20, largest=1 << 16))
     assert device.host_empty(1000, torch.float32).is_pinned()
@@ -500,7 +488,7 @@ def test_reserved_memory_is_pinned_for_torch(gpu: str) -> None:
 
 
 @where_there_are("gpu", GPUS)
-def test_kernels_read_pinned_memory_of_the_host(gpu: str) -> None:
+def test_kernels_read_pinned_memory_of_the_host(gpu):
     targets = [torch.zeros(100, device=gpu), torch.zeros(5, device=gpu)]
     for implementation in BACKENDS:
         with asked_for(implementation):
@@ -512,7 +500,7 @@ def test_kernels_read_pinned_memory_of_the_host(gpu: str) -> None:
 
 
 @where_there_are("gpu", GPUS)
-def test_a_refusal_of_the_driver_is_forgotten(gpu: str) -> None:
+def test_a_refusal_of_the_driver_is_forgotten(gpu):
     registrar = CudaRegistrar(torch.device(gpu))
     slab = Slab(1 << 16, registrar)
     with pytest.raises(PinningError, match="the driver refused to pin"):
@@ -521,7 +509,7 @@ def test_a_refusal_of_the_driver_is_forgotten(gpu: str) -> None:
 
 
 @where_there_are("gpu", GPUS)
-def test_waiting_sleeps_until_the_device_is_there(gpu: str) -> None:
+def test_waiting_sleeps_until_the_device_is_there(gpu):
     device = CudaDevice(gpu)
     device.reserve(HostNeeds(pending=1 << 26, largest=1 << 20))
     source = torch.ones(1 << 24, device=gpu)
@@ -543,9 +531,9 @@ def test_waiting_sleeps_until_the_device_is_there(gpu: str) -> None:
 
 
 @where_there_are("gpu", GPUS)
-def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu: str) -> None:
+def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu):
     device = CudaDevice(gpu)
-    seen: list[int] = []
+    seen = []
     worker = device.start_worker(lambda: False)
     worker.submit(lambda _: seen.append(torch.cuda.current_device()))
     worker.drain()
@@ -554,7 +542,7 @@ def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu: str) 
 
 
 @where_there_are("gpu", GPUS)
-def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_until_then(gpu: str) -> None:
+def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_until_then(gpu):
     device, side = CudaDevice(gpu), torch.cuda.Stream(gpu)
     parameter = nn.Parameter(torch.zeros(1 << 20, device=gpu))
     layout = layout_of([parameter.data], device)
@@ -576,7 +564,7 @@ def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_unt
 
 @where_there_are("gpu", GPUS)
 @pytest.mark.parametrize("kind", [PlainDevice, CudaDevice])
-def test_gradient_that_is_copied_to_the_host_is_there_once_it_was_waited_for(kind: type[Device], gpu: str) -> None:
+def test_gradient_that_is_copied_to_the_host_is_there_once_it_was_waited_for(kind, gpu):
     """As FSDP2 copies it before torch 2.13, whatever hooks there are."""
     device = CudaDevice(gpu) if kind is CudaDevice else PlainDevice()
     source, parameter = torch.ones(1 << 24, device=gpu), nn.Parameter(torch.zeros(1 << 24).pin_memory())

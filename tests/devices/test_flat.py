@@ -58,7 +58,7 @@ def check(layout: FlatLayout) -> None:
 
 
 @pytest.mark.parametrize("kinds", [[], *([kind] for kind in PARAMETERS), [*PARAMETERS]], ids=", ".join)
-def test_tensors_of_any_layout_come_back(kinds: list[str]) -> None:
+def test_tensors_of_any_layout_come_back(kinds):
     check(FlatLayout(states_of(*(PARAMETERS[kind]() for kind in kinds))))
 
 
@@ -67,7 +67,7 @@ def test_tensors_of_any_layout_come_back(kinds: list[str]) -> None:
         st.tuples(st.lists(st.integers(0, 7), max_size=4), st.randoms(use_true_random=False)), min_size=1, max_size=6
     )
 )
-def test_tensors_lie_apart_and_aligned(drawn: list[tuple[list[int], object]]) -> None:
+def test_tensors_lie_apart_and_aligned(drawn):
     tensors = []
     for shape, choices in drawn:
         order = list(range(len(shape)))
@@ -78,7 +78,7 @@ def test_tensors_lie_apart_and_aligned(drawn: list[tuple[list[int], object]]) ->
     assert layout.numel == sum(-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
-def test_buffer_that_begins_inside_its_storage() -> None:
+def test_buffer_that_begins_inside_its_storage():
     layout = FlatLayout(states_of(torch.randn(3), torch.randn(2, 2)))
     storage = torch.zeros(layout.numel + 10)
     first, second = layout.views(storage[10:])
@@ -87,7 +87,7 @@ def test_buffer_that_begins_inside_its_storage() -> None:
     assert torch.equal(second, torch.zeros(2, 2))
 
 
-def test_all_threads_find_the_same_tensors() -> None:
+def test_all_threads_find_the_same_tensors():
     """In place of a gradient: what one thread has multiplied another must not take for the original."""
     layout = FlatLayout(states_of(*(torch.randn(3) for _ in range(200))))
     for _ in range(20):
@@ -98,7 +98,7 @@ def test_all_threads_find_the_same_tensors() -> None:
         assert flat.tensors is found[0]
 
 
-def test_what_is_cut_keeps_memory_but_no_states() -> None:
+def test_what_is_cut_keeps_memory_but_no_states():
     (state,) = states_of(torch.randn(3))
     gone, flat = weakref.ref(state), FlatLayout([state]).cut(torch.full((ALIGNMENT,), 2.0))
     del state

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -160,12 +159,12 @@ class Traffic(RuleBasedStateMachine):
         assert page_of(take(self.memory, PAGES), self.registrar) == 0  # everything is one gap again
 
 
-def test_traffic() -> None:
+def test_traffic():
     run_state_machine_as_test(Traffic, settings=settings(stateful_step_count=40))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_begin_at_pages_and_have_the_length_that_was_asked_for(dtype: torch.dtype) -> None:
+def test_tensors_begin_at_pages_and_have_the_length_that_was_asked_for(dtype):
     memory, registrar = pinned(7)
     held = []
     for numel in (0, 1, 63, PAGE_BYTES // dtype.itemsize, 0, PAGE_BYTES // dtype.itemsize + 1):
@@ -177,15 +176,15 @@ def test_tensors_begin_at_pages_and_have_the_length_that_was_asked_for(dtype: to
     assert page_of(take(memory, 2), registrar) == 5  # those without elements take nothing
 
 
-def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch):
     """The collector runs whenever it likes: also between the lines that hold the lock."""
     memory, registrar = pinned(2)
-    cycle: list[Any] = [take(memory, 1)]
+    cycle = [take(memory, 1)]
     cycle.append(cycle)
     del cycle
     original = Gaps.allocate
 
-    def collecting(gaps: Gaps, size: int) -> int | None:
+    def collecting(gaps, size):
         gc.collect()
         return original(gaps, size)
 
@@ -194,12 +193,12 @@ def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch: pyt
     assert page_of(take(memory, 2), registrar) == 0
 
 
-def test_threads_ask_for_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_ask_for_memory_one_at_a_time(monkeypatch):
     memory, _ = pinned()
     meeting, met = threading.Barrier(2), []
     original = Gaps.allocate
 
-    def waiting(gaps: Gaps, size: int) -> int | None:
+    def waiting(gaps, size):
         with suppress(threading.BrokenBarrierError):
             met.append(meeting.wait(timeout=0.2))
         return original(gaps, size)
@@ -213,7 +212,7 @@ def test_threads_ask_for_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_pageable_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_is_pageable_counted_and_told_once(caplog):
     memory, registrar = pinned(4)
     held = take(memory, 3)
     with caplog.at_level(logging.WARNING, "superadam"):
@@ -227,7 +226,7 @@ def test_what_does_not_fit_is_pageable_counted_and_told_once(caplog: pytest.LogC
     assert page_of(take(memory, 3), registrar) == 0
 
 
-def test_pageable_memory_is_kept_as_well() -> None:
+def test_pageable_memory_is_kept_as_well():
     """Its copy may be under way, too: some devices reach pageable memory by themselves."""
     memory = PinnedMemory(RecordingRegistrar())
     tensor, event = take(memory, 1), Point()
@@ -241,7 +240,7 @@ def test_pageable_memory_is_kept_as_well() -> None:
     assert alive() is None
 
 
-def test_as_much_as_the_driver_allows_is_pinned(caplog: pytest.LogCaptureFixture) -> None:
+def test_as_much_as_the_driver_allows_is_pinned(caplog):
     with caplog.at_level(logging.WARNING, "superadam"):
         memory, registrar = pinned(16, largest=2, limit=11 * PAGE_BYTES)
     assert sorted(registrar.registered.values()) == [2 * PAGE_BYTES, 8 * PAGE_BYTES]
@@ -251,7 +250,7 @@ def test_as_much_as_the_driver_allows_is_pinned(caplog: pytest.LogCaptureFixture
     assert tuple(record.args)[:3] == tuple(f"{n * PAGE_BYTES / 1e9:.2f} GB" for n in (10, 16, 6))
 
 
-def test_slab_that_cannot_be_mapped_is_refused_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_slab_that_cannot_be_mapped_is_refused_in_a_sentence(caplog):
     memory = PinnedMemory(RecordingRegistrar())
     with caplog.at_level(logging.WARNING, "superadam"):
         memory.grow(1 << 60, 1 << 60)
@@ -267,9 +266,7 @@ def test_slab_that_cannot_be_mapped_is_refused_in_a_sentence(caplog: pytest.LogC
         (1 << 20, 1, 5, [5]),  # at least one buffer
     ],
 )
-def test_much_memory_is_pinned_in_several_slabs(
-    slab: float, pages: int, largest: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_much_memory_is_pinned_in_several_slabs(slab, pages, largest, expected, monkeypatch):
     monkeypatch.setattr(pinned_module, "SLAB_BYTES", int(slab * PAGE_BYTES))
     memory, registrar = pinned(pages, largest)
     assert sorted(registrar.registered.values(), reverse=True) == [count * PAGE_BYTES for count in expected]
@@ -281,7 +278,7 @@ def test_much_memory_is_pinned_in_several_slabs(
 # ---- the end of a slab -----------------------------------------------------------------------------------------------
 
 
-def test_closing_unpins_when_the_last_view_is_gone() -> None:
+def test_closing_unpins_when_the_last_view_is_gone():
     memory, registrar = pinned()
     view = take(memory, 2)[5:]
     (address,) = registrar.registered
@@ -294,7 +291,7 @@ def test_closing_unpins_when_the_last_view_is_gone() -> None:
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
-def test_the_end_waits_for_copies_under_way(closes: bool) -> None:
+def test_the_end_waits_for_copies_under_way(closes):
     memory, registrar = pinned()
     event = Point()
     event.at_synchronize = lambda: registrar.registered  # raises where memory is gone already
@@ -307,7 +304,7 @@ def test_the_end_waits_for_copies_under_way(closes: bool) -> None:
     assert registrar.registered == {}
 
 
-def test_a_driver_that_does_not_unpin_leaves_the_memory_mapped(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_driver_that_does_not_unpin_leaves_the_memory_mapped(caplog):
     memory, registrar = pinned()
     (address,) = registrar.registered
     registrar.refuses_to_unregister = True
@@ -319,13 +316,13 @@ def test_a_driver_that_does_not_unpin_leaves_the_memory_mapped(caplog: pytest.Lo
     assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
-def test_a_forked_child_leaves_the_parents_memory_alone() -> None:
+def test_a_forked_child_leaves_the_parents_memory_alone():
     memory, registrar = pinned()
     held = take(memory, 1)
     held.fill_(7)
     tensors = [held]
 
-    def end_everything() -> None:
+    def end_everything():
         memory.close()
         tensors.clear()
         gc.collect()
@@ -337,8 +334,8 @@ def test_a_forked_child_leaves_the_parents_memory_alone() -> None:
     assert (tensors[0] == 7).all()
 
 
-def test_refusal_leaves_no_mapping_behind() -> None:
-    def mapped() -> int:
+def test_refusal_leaves_no_mapping_behind():
+    def mapped():
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0])
 

@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,21 +50,21 @@ def fail(is_awaited: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def idle() -> Idle:
+def idle():
     return Idle()
 
 
 @pytest.fixture
-def worker(idle: Idle) -> Iterator[ThreadWorker]:
+def worker(idle):
     one = ThreadWorker(idle)
     yield one
     one.close()
 
 
-def test_drain_waits_for_the_job_that_runs_in_another_thread(worker: ThreadWorker) -> None:
+def test_drain_waits_for_the_job_that_runs_in_another_thread(worker):
     started, threads = threading.Event(), set()
 
-    def slow(is_awaited: Callable[[], bool]) -> None:
+    def slow(is_awaited):
         started.set()
         time.sleep(0.05)
         threads.add(threading.current_thread())
@@ -77,9 +77,7 @@ def test_drain_waits_for_the_job_that_runs_in_another_thread(worker: ThreadWorke
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
-def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(
-    worker: ThreadWorker, is_behind: bool
-) -> None:
+def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(worker, is_behind):
     """Whether they were there before it: backward goes on, and the submitting thread has nothing to do with it."""
     ran, gate = [], threading.Event()
     worker.submit(lambda _: gate.wait(60) and None)
@@ -97,11 +95,11 @@ def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(
     assert not ran
 
 
-def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker: ThreadWorker) -> None:
+def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker):
     gate, started = threading.Event(), threading.Event()
     assert worker.is_idle
 
-    def wait(is_awaited: Callable[[], bool]) -> None:
+    def wait(is_awaited):
         started.set()
         assert gate.wait(60)
 
@@ -116,10 +114,10 @@ def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker: ThreadWorker) -
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("with_job", [False, True], ids=["asleep", "at a job"])
-def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWorker, with_job: bool) -> None:
+def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker, with_job):
     """Every time that it is waited for; what it was to do is forgotten."""
     end_thread(worker, with_job=with_job)
-    ran: list[int] = []
+    ran = []
     held = Idle()
     is_held = weakref.ref(held)
     worker.submit(lambda _, held=held: ran.append(held.asked))
@@ -137,8 +135,8 @@ def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWo
 
 
 @pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError()])
-def test_nothing_that_a_job_raises_ends_the_thread(worker: ThreadWorker, error: BaseException) -> None:
-    def stop(is_awaited: Callable[[], bool]) -> None:
+def test_nothing_that_a_job_raises_ends_the_thread(worker, error):
+    def stop(is_awaited):
         raise error
 
     worker.submit(stop)
@@ -148,7 +146,7 @@ def test_nothing_that_a_job_raises_ends_the_thread(worker: ThreadWorker, error: 
     assert runs_jobs(worker)
 
 
-def test_idle_work_goes_on_until_there_is_none(worker: ThreadWorker, idle: Idle) -> None:
+def test_idle_work_goes_on_until_there_is_none(worker, idle):
     idle.pieces = 3
     worker.wake()
     assert idle.done.wait(60)
@@ -156,12 +154,12 @@ def test_idle_work_goes_on_until_there_is_none(worker: ThreadWorker, idle: Idle)
     assert idle.asked == 3
 
 
-def test_jobs_go_before_idle_work(worker: ThreadWorker, idle: Idle) -> None:
+def test_jobs_go_before_idle_work(worker, idle):
     """A job waits for at most one piece of idle work."""
     gate, ran_after = threading.Event(), []
     idle.pieces = 1_000_000
 
-    def hold(is_awaited: Callable[[], bool]) -> None:
+    def hold(is_awaited):
         assert gate.wait(60)
 
     worker.submit(hold)
@@ -173,10 +171,10 @@ def test_jobs_go_before_idle_work(worker: ThreadWorker, idle: Idle) -> None:
     idle.pieces = 0
 
 
-def test_failing_idle_work_is_told(idle: Idle) -> None:
+def test_failing_idle_work_is_told(idle):
     failed = threading.Event()
 
-    def fail_idly() -> bool:
+    def fail_idly():
         failed.set()
         raise PlantedError("planted")
 
@@ -190,7 +188,7 @@ def test_failing_idle_work_is_told(idle: Idle) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_thread_sleeps_while_there_is_nothing_to_do(worker: ThreadWorker, fails: bool) -> None:
+def test_thread_sleeps_while_there_is_nothing_to_do(worker, fails):
     """Also where idle work that failed would be there, until that is told."""
     worker._idle = lambda: fails
     worker.submit(fail if fails else lambda _: None)
@@ -203,7 +201,7 @@ def test_thread_sleeps_while_there_is_nothing_to_do(worker: ThreadWorker, fails:
         worker.drain()
 
 
-def test_a_closed_worker_is_forgotten() -> None:
+def test_a_closed_worker_is_forgotten():
     """With everything that its idle work holds."""
     worker = ThreadWorker(Idle(3))
     is_alive = weakref.ref(worker)
@@ -213,8 +211,8 @@ def test_a_closed_worker_is_forgotten() -> None:
     assert is_alive() is None
 
 
-def test_close_finishes_the_jobs_and_refuses_others() -> None:
-    ran: list[int] = []
+def test_close_finishes_the_jobs_and_refuses_others():
+    ran = []
     worker = ThreadWorker(lambda: False)
     for i in range(10):
         worker.submit(lambda _, i=i: (time.sleep(0.002), ran.append(i)))
@@ -227,11 +225,11 @@ def test_close_finishes_the_jobs_and_refuses_others() -> None:
     worker.drain()
 
 
-def test_forked_child_is_refused_even_while_a_job_runs(worker: ThreadWorker) -> None:
+def test_forked_child_is_refused_even_while_a_job_runs(worker):
     gate = threading.Event()
     worker.submit(lambda _: gate.wait(60) and None)
 
-    def in_child() -> None:
+    def in_child():
         for call in (worker.drain, lambda: worker.submit(lambda _: None)):
             with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
                 call()
@@ -313,15 +311,13 @@ def in_time(call: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("late", [0.0, 0.001, 0.01])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("end", ENDS)
-def test_no_call_waits_for_a_thread_that_is_gone(
-    end: Callable[..., None], error: BaseException, late: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_call_waits_for_a_thread_that_is_gone(end, error, late, monkeypatch):
     """Each returns or raises WorkerError; steps that are made have the bits of training without a worker."""
     plain_model, model = mlp(), mlp()
     plain, optimizer = adam(plain_model), adam(model)
     scheduler = OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
     worker = scheduler._pipeline._worker
-    calls: list[Callable[[], object]] = [
+    calls = [
         optimizer.speculate,
         optimizer.rollback,
         lambda: optimizer.state,
@@ -356,8 +352,8 @@ def test_no_call_waits_for_a_thread_that_is_gone(
         assert all(map(torch.equal, plain_model.parameters(), model.parameters())), number
 
 
-def test_a_thread_that_cannot_start_leaves_training_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
+def test_a_thread_that_cannot_start_leaves_training_as_it_was(monkeypatch):
+    def start(thread):
         raise RuntimeError("can't start new thread")
 
     plain_model, model = mlp(), mlp()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def work(rank: int, *, folder: str, seed: int, moments: str, master: str) -> lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("moments", "master"), STORAGE)
-def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments: str, master: str, tmp_path: Path) -> None:
+def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments, master, tmp_path):
     """Two, four and one rank, one after the other; and without a checkpoint in between."""
     found = []
     for seed, size in enumerate([2, 4, 1]):

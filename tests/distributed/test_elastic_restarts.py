@@ -53,7 +53,7 @@ def train_once(rank: int, *, folder: str, log: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Note]:
+def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     ranks.run(train_once, 2, folder=str(folder / "run"), log=str(folder / "log"))
     return notes_of(folder / "log")
@@ -88,8 +88,8 @@ def start(command: list[str], port: int, program: list[str], output: Path) -> su
     ],
 )
 def test_run_ends_with_the_same_bits_and_no_step_is_made_over_a_newer_checkpoint(
-    command: list[str], nodes: int, seed: int, uninterrupted: list[Note], tmp_path: Path
-) -> None:
+    command, nodes, seed, uninterrupted, tmp_path
+):
     draws = random.Random(seed)
     restarts = int(command[command.index("--max-restarts") + 1])
     kills = draws.randint(1, restarts) if IS_DEEP else 1

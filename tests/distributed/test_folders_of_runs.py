@@ -67,7 +67,7 @@ def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[
 
 
 @pytest.mark.parametrize("begins", ["fresh", pytest.param("continued", marks=pytest.mark.deep)])
-def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins: str, tmp_path: Path) -> None:
+def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins, tmp_path):
     earlier = None
     if begins == "continued":
         (tmp_path / "none-0").touch()
@@ -143,7 +143,7 @@ def use_folders_of_their_own(rank: int, *, folder: str) -> list[str]:
     return words
 
 
-def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(tmp_path: Path) -> None:
+def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(tmp_path):
     results = ranks.run(use_folders_of_their_own, 3, folder=str(tmp_path))
     assert results[0] == results[1] == results[2]
     fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
@@ -175,7 +175,7 @@ def use_copies(rank: int, *, folder: str) -> list[str]:
     return words
 
 
-def test_copies_of_a_run_are_not_one_folder(tmp_path: Path) -> None:
+def test_copies_of_a_run_are_not_one_folder(tmp_path):
     results = ranks.run(use_copies, 2, folder=str(tmp_path))
     fault = f"{HERE} is another folder on ranks [1] than on rank 0: choose one that all ranks share"
     assert results[0] == results[1]
@@ -183,28 +183,8 @@ def test_copies_of_a_run_are_not_one_folder(tmp_path: Path) -> None:
     assert [fault in word and "cannot load" in word for word in results[0][1:]] == [True, True]
 
 
-def load_where_one_cannot_write(rank: int, *, folder: str) -> int:
-    path = Path(folder, "run")
-    model, optimizer = make()
-    save(path, model, optimizer, extra=7)
-    distributed.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-
-        def refuse(**_: object) -> None:
-            raise PermissionError("read-only")  # root may write anywhere
-
-        patch.setattr("tempfile.NamedTemporaryFile", refuse)
-        newest = latest(path)
-        assert newest is not None
-        return int(load(newest, *make()))
-
-
-def test_read_only_folder_can_be_loaded(tmp_path: Path) -> None:
-    assert ranks.run(load_where_one_cannot_write, 2, folder=str(tmp_path)) == [7, 7]
-
-
-def begin_together(rank: int, *, folder: str) -> list[str]:
-    """Begin a run in a folder that is shared; return what is left there each time."""
+def use_a_shared_folder(rank: int, *, folder: str) -> tuple[list[str], Any, str]:
+    """Return what asking for the newest leaves, what is loaded where nothing can be written, and what is refused."""
     found = []
     path = Path(folder, "new", "run")
     for _ in range(2):
@@ -213,26 +193,28 @@ def begin_together(rank: int, *, folder: str) -> list[str]:
         found.append(" ".join(os.listdir(path)))
         distributed.barrier()
     model, optimizer = make()
-    newest = save(path, model, optimizer)
+    newest = save(path, model, optimizer, extra=7)
     assert latest(path) == newest
     found.append(" ".join(sorted(os.listdir(path))))
-    return found
+    distributed.barrier()
+    with pytest.MonkeyPatch.context() as patch:
 
+        def refuse(**_: object) -> None:
+            raise PermissionError("read-only")  # root may write anywhere
 
-def test_asking_for_the_newest_leaves_a_lock_file_at_most(tmp_path: Path) -> None:
-    expected = [".lock", ".lock", ".lock latest save-00000001"]
-    assert ranks.run(begin_together, 2, folder=str(tmp_path)) == [expected, expected]
-
-
-def ask_where_one_cannot_write(rank: int, *, folder: str) -> str:
+        patch.setattr("tempfile.NamedTemporaryFile", refuse)
+        loaded = load(latest(path), *make())
     with pytest.raises(CheckpointError) as error:
         latest(Path(folder, "file", "run"))
-    return str(error.value)
+    return found, loaded, str(error.value)
 
 
-def test_folder_that_cannot_be_made_is_found_when_the_run_begins(tmp_path: Path) -> None:
+def test_folder_that_is_shared_gets_a_lock_file_at_most_and_can_be_read_only(tmp_path):
     (tmp_path / "file").touch()
-    one, other = ranks.run(ask_where_one_cannot_write, 2, folder=str(tmp_path))
+    one, other = ranks.run(use_a_shared_folder, 2, folder=str(tmp_path))
     assert one == other
-    assert one.startswith(f"cannot continue or begin a run in {tmp_path}/file/run: NotADirectoryError: ")
-    assert one.endswith("(on rank 0): choose another folder that all ranks share; nothing was changed")
+    found, loaded, words = one
+    assert found == [".lock", ".lock", ".lock latest save-00000001"]
+    assert loaded == 7
+    assert words.startswith(f"cannot continue or begin a run in {tmp_path}/file/run: NotADirectoryError: ")
+    assert words.endswith("(on rank 0): choose another folder that all ranks share; nothing was changed")

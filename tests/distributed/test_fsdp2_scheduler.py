@@ -156,9 +156,9 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
             if not program.syncs:
                 model.set_requires_gradient_sync(is_last)
             is_announced = program.announces and not is_last and scheduler is not None
-            with scheduler.accumulate() if is_announced else nullcontext():  # type: ignore[union-attr]
+            with scheduler.accumulate() if is_announced else nullcontext():
                 loss = loss_of(model, rank, step, micro, recomputes=program.recomputes)
-                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.scale(loss).backward()
         program.edit(model, scheduler, step)
         if (step % 5 == 4 or program.clips == "torch") and program.mesh != "ignored":  # torch cannot do that
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
@@ -168,7 +168,6 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        assert optimizer.last_outcome is not None
         kinds.append(optimizer.last_outcome.kind)
     if scheduler is not None:
         assert scheduler.statistics.buckets > STEPS
@@ -185,7 +184,7 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks(2)
-def test_program_has_the_bits_of_training_without_a_scheduler(rank: int, name: str) -> None:
+def test_program_has_the_bits_of_training_without_a_scheduler(rank, name):
     """The first two in each of the three settings, which take turns for the others."""
     parts, kinds = trained(rank, PROGRAMS[name], None)
     # A scaled loss skips steps by itself, and some clip them all.
@@ -238,20 +237,18 @@ def on_two_streams(rank: int, where: str | None, layers: int, micro_batches: int
 @pytest.mark.parametrize(("layers", "micro_batches"), [(4, 1), (4, 2), (1, 2)])
 @pytest.mark.parametrize("where", ["device", "host"])
 @on_ranks(2)
-def test_gradients_are_waited_for_on_the_stream_of_their_own_group(
-    rank: int, where: str, layers: int, micro_batches: int
-) -> None:
+def test_gradients_are_waited_for_on_the_stream_of_their_own_group(rank, where, layers, micro_batches):
     """Although they are taken in hooks of the next group, or of the next micro-batch."""
     assert_same(*(on_two_streams(rank, one, layers, micro_batches) for one in (where, None)))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @on_ranks(2)
-def test_sums_of_micro_batches_stay_in_fp32(rank: int, micro_batches: int) -> None:
+def test_sums_of_micro_batches_stay_in_fp32(rank, micro_batches):
     twin = sharded(torch.bfloat16)
     sums = [torch.zeros_like(local(parameter), dtype=torch.float32) for parameter in twin.parameters()]
     for micro in range(micro_batches):
-        loss_of(twin, rank, 0, micro).backward()  # type: ignore[no-untyped-call]
+        loss_of(twin, rank, 0, micro).backward()
         for total, parameter in zip(sums, twin.parameters(), strict=True):
             assert parameter.grad is not None
             total += local(parameter.grad)
@@ -261,17 +258,16 @@ def test_sums_of_micro_batches_stay_in_fp32(rank: int, micro_batches: int) -> No
     with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8) as scheduler:
         with scheduler.accumulate(torch.float32):
             for micro in range(micro_batches):
-                loss_of(model, rank, 0, micro).backward()  # type: ignore[no-untyped-call]
+                loss_of(model, rank, 0, micro).backward()
         for total, parameter in zip(sums, model.parameters(), strict=True):
             taken = taken_of(parameter.grad)
-            assert taken is not None
             assert torch.equal(taken.pending, total)
-        loss_of(model, rank, 0, 2).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, rank, 0, 2).backward()
         optimizer.step()
 
 
 @on_ranks(2)
-def test_what_a_hook_raises_is_told_by_step_on_every_rank(rank: int) -> None:
+def test_what_a_hook_raises_is_told_by_step_on_every_rank(rank):
     model = sharded(torch.float32)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8) as scheduler:

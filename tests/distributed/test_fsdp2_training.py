@@ -49,7 +49,7 @@ def backward(model: Any, rank: int, step: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
-def test_training(rank: int, name: str, dtype: torch.dtype) -> None:
+def test_training(rank, name, dtype):
     """Steps clipped by torch, by the optimizer's limit, or not at all; one is not finite."""
     model = sharded(name, dtype)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,8 @@ without positions, 0.3.
 """
 
 
-Reports = dict[int, list[dict[str, Any]]]
-
-
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(tmp_path_factory):
     return report_of_ranks(tmp_path_factory.mktemp("ranks"))
 
 
@@ -41,15 +37,15 @@ def same(ours: Tensors, theirs: Tensors) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_start_without_torchrun_ends_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_without_torchrun_ends_in_one_sentence(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["long_sequences.py"])
     with pytest.raises(SystemExit, match=r"^long_sequences.py needs several ranks: start it with torchrun [^\n]*$"):
         example.main()
 
 
-def test_ranks_that_cannot_meet_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
+def test_ranks_that_cannot_meet_are_told_once(monkeypatch):
+    def fails():
         raise dist.DistNetworkError("no answer\nand more")
 
     monkeypatch.setattr(dist, "init_process_group", fails)
@@ -63,23 +59,23 @@ def test_ranks_that_cannot_meet_are_told_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_are_those_of_whole_sequences(case: Case, reports: Reports) -> None:
+def test_gradients_are_those_of_whole_sequences(case, reports):
     first, *others = (report[case.name] for report in reports[math.prod(case.shape)])
     assert all(same(first, other) for other in others)
     assert max(errors(case, first)) < TOLERANCE
 
 
-def test_the_tolerance_catches_positions_that_start_again_in_every_slice() -> None:
+def test_the_tolerance_catches_positions_that_start_again_in_every_slice():
     positions = torch.arange(SEQUENCE).expand(ROWS, -1) % (SEQUENCE // 2)
     assert min(errors(CASES[0], CASES[0].whole_gradients(position_ids=positions))) > 1000 * TOLERANCE
 
 
-def test_what_would_be_different_is_refused_on_all_ranks(reports: Reports) -> None:
+def test_what_would_be_different_is_refused_on_all_ranks(reports):
     said = [(name, report["refusals"][name] or "") for name in REFUSALS for report in reports[2]]
     assert [(name, words) for name, words in said if REFUSALS[name].words not in words] == []
 
 
-def test_the_example_learns_the_same_on_all_ranks(reports: Reports) -> None:
+def test_the_example_learns_the_same_on_all_ranks(reports):
     losses = [report["example"] for report in reports[2]]
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0] == pytest.approx(math.log(256), rel=0.05)
@@ -94,7 +90,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_are_refused(name: str, one_rank: None) -> None:
+def test_masks_are_refused(name, one_rank):
     given = {"device": torch.device("cpu"), "group": dist.group.WORLD, "q_length": 8}
     with pytest.raises(ValueError, match="no masks"):
         example.check_mask(mask_function=MASKS[name], **given)
@@ -104,7 +100,7 @@ def test_masks_are_refused(name: str, one_rank: None) -> None:
     assert example.check_mask(mask_function=causal, attention_mask=None, **given) is None
 
 
-def test_cross_attention_is_refused() -> None:
+def test_cross_attention_is_refused():
     module, query, key = nn.Module(), torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 8, 8)
     with pytest.raises(ValueError, match="asked for no causality, no position_ids, keys of other tokens;"):
         example.ulysses_attention(module, query, key, key, None, group=None)

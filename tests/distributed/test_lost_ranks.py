@@ -206,7 +206,7 @@ def train_each(rank: int, cases: list[tuple[str, bool]]) -> list[tuple[Bits, int
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Bits], dict[bool, int]]:
+def uninterrupted(tmp_path_factory):
     """Return the bits of each rank after a whole run, and the calls in the step `LOST` with a scheduler and without."""
     cases = [(str(tmp_path_factory.mktemp("whole")), overlaps) for overlaps in (False, True)]
     plain, overlapped = zip(*run(train_each, 2, cases=cases), strict=True)
@@ -273,15 +273,13 @@ FAILED: list[tuple[bool, str, int, Any, str]] = [
 """Whether there is a scheduler, where ranks are lost, and which; of those that fail also how, and what others tell."""
 
 
-def test_lost_ranks_are_noticed_and_training_resumes_with_the_same_bits(
-    uninterrupted: tuple[list[Bits], dict[bool, int]], tmp_path: Path
-) -> None:
+def test_lost_ranks_are_noticed_and_training_resumes_with_the_same_bits(uninterrupted, tmp_path):
     """Those that were stopped end once they go on; of those that failed, the others tell that, or that they end."""
     bits, calls = uninterrupted
-    cases: list[dict[str, Any]] = []
-    told: list[str] = []
+    cases = []
+    told = []
 
-    def add(overlaps: bool, place: Any, victims: tuple[int, ...], act: str, words: str) -> None:
+    def add(overlaps, place, victims, act, words):
         where = place if isinstance(place, str) else 1 + int(place * calls[overlaps])
         folder = str(tmp_path / str(len(cases)))
         cases.append({"folder": folder, "overlaps": overlaps, "place": where, "act": act, "victims": victims})

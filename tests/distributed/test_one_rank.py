@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +28,9 @@ STEPS = 9
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def device(request, tmp_path):
     """Return each device in turn, within a process group of this process alone."""
-    name: str = request.param
+    name = request.param
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group(DEVICES[name], store=store, rank=0, world_size=1)
     yield name
@@ -68,7 +66,6 @@ def trained(
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.last_outcome is not None
         kinds.add(optimizer.last_outcome.kind)
     assert kinds == set(StepKind)
     if scheduler is not None:
@@ -85,7 +82,7 @@ def trained(
     ],
     ids=str,
 )
-def test_overlap_changes_no_bit(device: str, dtype: torch.dtype, options: dict[str, bool]) -> None:
+def test_overlap_changes_no_bit(device, dtype, options):
     assert_same(*(trained(device, dtype, overlaps=overlaps, **options) for overlaps in (False, True)))
 
 
@@ -94,9 +91,7 @@ def test_overlap_changes_no_bit(device: str, dtype: torch.dtype, options: dict[s
 @pytest.mark.parametrize(
     ("dtype", "reduced"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64)], ids=str
 )
-def test_reduced_gradients_are_those_of_fp32_shards(
-    device: str, dtype: torch.dtype, reduced: torch.dtype, overlaps: bool
-) -> None:
+def test_reduced_gradients_are_those_of_fp32_shards(device, dtype, reduced, overlaps):
     model, twin = (sharded(device, shard, param_dtype=dtype, reduce_dtype=reduced) for shard in (dtype, torch.float32))
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     take_reduced_gradients(optimizer, model)
@@ -108,7 +103,6 @@ def test_reduced_gradients_are_those_of_fp32_shards(
                     (one(inputs.to(device, dtype)) - 1).float().square().sum().backward()
             for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
                 taken = taken_of(parameter.grad)
-                assert taken is not None
                 assert torch.equal(taken.exact(), local(other.grad))
                 assert torch.equal(local(parameter.grad) + 0, taken.exact().to(dtype))
             optimizer.step()
@@ -116,7 +110,7 @@ def test_reduced_gradients_are_those_of_fp32_shards(
             twin.zero_grad()
 
 
-def test_result_of_a_collective_that_is_under_way_is_waited_for(device: str) -> None:
+def test_result_of_a_collective_that_is_under_way_is_waited_for(device):
     like = DTensor.from_local(torch.zeros(4, device=device), init_device_mesh(device, (1,)), [Shard(0)])
     under_way = AsyncCollectiveTensor(torch.ones(4, device=device))
     part = shards.part_of(torch_private.dtensor_like(like, under_way), like)
@@ -132,7 +126,7 @@ def one_step(optimizer: SpeculativeCPUAdamW, model: Any, seed: int, *, speculate
         optimizer.speculate()
 
 
-def test_state_that_was_cleared_is_shown_as_it_is_made_again(device: str) -> None:
+def test_state_that_was_cleared_is_shown_as_it_is_made_again(device):
     model = sharded(device, torch.bfloat16)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     for seed in range(2):

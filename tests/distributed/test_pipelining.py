@@ -51,7 +51,7 @@ def step(optimizer: SpeculativeCPUAdamW) -> Any:
 @pytest.mark.parametrize(("overlaps", "scales"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("kind", SCHEDULES)
 @on_ranks(2)
-def test_stages_have_the_bits_of_one_process(rank: int, kind: str, overlaps: bool, scales: bool) -> None:
+def test_stages_have_the_bits_of_one_process(rank, kind, overlaps, scales):
     torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2))).bfloat16()
     mine = copy.deepcopy(whole[rank])
@@ -70,7 +70,6 @@ def test_stages_have_the_bits_of_one_process(rank: int, kind: str, overlaps: boo
             for one, target in zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True):
                 loss_of(whole(one), target).backward()
             for parameter in whole.parameters():
-                assert parameter.grad is not None
                 parameter.grad.div_(MICRO_BATCHES if scales else 1)
             seen, expected = step(ours), step(alone)
             assert (seen.kind, seen.clip_coefficient) == (expected.kind, expected.clip_coefficient)

@@ -222,7 +222,7 @@ def trained(rank: int, seed: int, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 @on_ranks(2)
-def test_random_program_ends_in_the_bits_of_the_run_without_scheduler(rank: int, seed: int) -> None:
+def test_random_program_ends_in_the_bits_of_the_run_without_scheduler(rank, seed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = trained(rank, seed, "no scheduler")

@@ -109,7 +109,6 @@ class Run:
                 assert taken_of(tensor.grad) is None
                 continue
             taken = taken_of(tensor.grad)
-            assert taken is not None
             exact, expected = taken.exact(), local(twin.grad)
             assert same_bits(flat(exact, exact), flat(expected, expected))
             assert torch.equal(local(tensor.grad) + 0, expected.to(torch.bfloat16))
@@ -121,7 +120,6 @@ class Run:
         told = None if limit is None else float(self.optimizer.clip_grad_norm_(limit))
         self.optimizer.step()
         norm, outcome = self.oracle.step(limit), self.optimizer.last_outcome
-        assert outcome is not None
         assert told is None or outcome.grad_norm == told or math.isnan(told)
         tolerance = 1e-6 if has_factors else 0.0  # factors are applied to the norm where speculation has computed it
         assert math.isclose(outcome.grad_norm, norm, rel_tol=tolerance) or not math.isfinite(norm)
@@ -147,7 +145,7 @@ class Run:
     ],
 )
 @on_ranks(2)
-def test_training(rank: int, where: str, mesh: str, micro_batches: int, syncs: bool) -> None:
+def test_training(rank, where, mesh, micro_batches, syncs):
     options = ways_to_shard(mesh)
     if mesh == "ignored":
         options["ignores"] = True
@@ -265,7 +263,7 @@ EDITS: dict[str, Callable[[Run], object]] = {
 @pytest.mark.parametrize("edit", EDITS)
 @ALONE_OR_NOT
 @on_ranks(2)
-def test_edited_gradients_have_the_bits_of_the_plain_run(rank: int, where: str, edit: str) -> None:
+def test_edited_gradients_have_the_bits_of_the_plain_run(rank, where, edit):
     run = Run(rank)
     with run.at(where):
         for step in range(4):
@@ -278,12 +276,12 @@ def test_edited_gradients_have_the_bits_of_the_plain_run(rank: int, where: str, 
 
 @ALONE_OR_NOT
 @on_ranks(2)
-def test_hooks_of_others_see_handles(rank: int, where: str) -> None:
+def test_hooks_of_others_see_handles(rank, where):
     """Also those that were there before, so that what they write counts."""
     run = Run(rank)
     with run.at(where):
         fresh = run.model[0].weight
-        seen: list[bool] = []
+        seen = []
         fresh.register_post_accumulate_grad_hook(lambda p: seen.append(taken_of(p.grad) is not None))
         fresh.register_post_accumulate_grad_hook(lambda p: p.grad.data.mul_(3))
         take_reduced_gradients(run.optimizer, run.model)
@@ -297,7 +295,7 @@ def test_hooks_of_others_see_handles(rank: int, where: str) -> None:
 
 @ALONE_OR_NOT
 @on_ranks(2)
-def test_parameters_that_come_and_go(rank: int, where: str) -> None:
+def test_parameters_that_come_and_go(rank, where):
     """Unused, frozen, added and tied ones."""
     run = Run(rank, [(6, 6)] * 4)
     late = run.model[3].weight
@@ -333,11 +331,11 @@ def test_parameters_that_come_and_go(rank: int, where: str) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 @on_ranks(2)
-def test_announced_micro_batches_and_a_narrow_link(rank: int, dtype: torch.dtype | None) -> None:
+def test_announced_micro_batches_and_a_narrow_link(rank, dtype):
     """Neither changes a bit."""
     run = Run(rank)
     device = SimulatedDevice(4, 0.5)
-    options: dict[str, Any] = {"bucket_numel": 8, "gpu_buckets": 2, "transfer_dtype": torch.bfloat16}
+    options = {"bucket_numel": 8, "gpu_buckets": 2, "transfer_dtype": torch.bfloat16}
     with OffloadScheduler(run.optimizer, run.model, device=device, num_threads=1, **options) as scheduler:
         for step in range(4):
             with scheduler.accumulate(dtype):
@@ -354,7 +352,7 @@ def test_announced_micro_batches_and_a_narrow_link(rank: int, dtype: torch.dtype
 
 @ALONE_OR_NOT
 @on_ranks(2)
-def test_optimizers_of_parts_of_a_model(rank: int, where: str) -> None:
+def test_optimizers_of_parts_of_a_model(rank, where):
     """Two of them have the option, the third is torch's."""
     run = Run(rank)
     tensors, twins = run.oracle.tensors, run.oracle.twins
@@ -386,7 +384,7 @@ def test_optimizers_of_parts_of_a_model(rank: int, where: str) -> None:
 
 
 @on_ranks(2)
-def test_hook_that_fails_is_told_by_step_on_every_rank(rank: int) -> None:
+def test_hook_that_fails_is_told_by_step_on_every_rank(rank):
     run = Run(rank)
     run.backward(0)
     run.step()
@@ -405,7 +403,7 @@ def test_hook_that_fails_is_told_by_step_on_every_rank(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_group_that_does_not_show_its_gradients(rank: int) -> None:
+def test_group_that_does_not_show_its_gradients(rank):
     """As when something else sets the hook of one of two groups of the same size."""
     run = Run(rank, [(6, 6)] * 3)
     run.optimizer.param_groups[0]["params"] = list(run.model[0].parameters())

@@ -120,19 +120,18 @@ def train(model: Trained, optimizer: SpeculativeCPUAdamW, bad: str) -> list[Any]
         optimizer.step()
         optimizer.zero_grad()
         outcome = optimizer.last_outcome
-        assert outcome is not None
         seen.append((outcome.kind, outcome.grad_norm, outcome.clip_coefficient))
     return seen
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(4)
-def test_every_element_counts_once(rank: int, way: str) -> None:
+def test_every_element_counts_once(rank, way):
     """As in one process that has all parameters; a NaN anywhere skips the step everywhere."""
     hold, is_told = WAYS[way]
     group = distributed.group.WORLD if is_told else None
     parts = hold(rank)
-    every: Any = [None] * 4
+    every = [None] * 4
     distributed.all_gather_object(every, [(part.name, part.shape) for part in parts])
     whole = Trained([Part(*one) for one in dict.fromkeys(one for some in every for one in some)])
     bad = every[3][0][0]
@@ -148,7 +147,7 @@ def test_every_element_counts_once(rank: int, way: str) -> None:
             with OffloadScheduler(ours, model, device=device, bucket_numel=8, num_threads=1):
                 seen = train(model, ours, bad)
             assert ours.statistics.accepted > 0
-        told: Any = [None] * 4
+        told = [None] * 4
         distributed.all_gather_object(told, repr(seen))
         assert told == [repr(seen)] * 4
         for (kind, norm, clip), (its_kind, its_norm, its_clip) in zip(seen, expected, strict=True):
@@ -182,7 +181,7 @@ def refused(kind: type[Exception], told: str, call: Callable[[], object]) -> Non
 
 
 @on_ranks(4)
-def test_what_is_unknown_is_refused(rank: int) -> None:
+def test_what_is_unknown_is_refused(rank):
     world = distributed.group.WORLD
     stage = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))["data"]
     half = [Part("weight", (4, 3), stage, [Shard(0)])]
@@ -208,14 +207,13 @@ def test_what_is_unknown_is_refused(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_some_ranks_train_together(rank: int) -> None:
+def test_some_ranks_train_together(rank):
     """Two trainings in one job, which know nothing of each other; a parameter is added to one of them later."""
     groups = [distributed.new_group(some) for some in ([0, 1], [2, 3])]
     job = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("job", "copies", "data"))
     stage = job["copies"]
     for mesh, placements in ((stage, [Shard(0)]), (job["copies", "data"], [Replicate(), Shard(0)])):
         optimizer = one_step([Part("weight", (4, 3), mesh, placements)], groups[rank // 2], gradients=1 + rank // 2)
-        assert optimizer.last_outcome is not None
         assert optimizer.last_outcome.grad_norm == alone_norm(("weight", (4, 3)), gradients=1 + rank // 2)
     if rank < 2:
         late = nn.Parameter(part_of(Part("late", (6,), stage, [Shard(0)]), torch.ones(6)))
@@ -244,7 +242,7 @@ def norms_of_uneven_copies(rank: int, factor: float) -> list[float]:
 
 
 @on_ranks(3)
-def test_copies_may_be_divided_differently(rank: int) -> None:
+def test_copies_may_be_divided_differently(rank):
     """Sums of the same squares in another order differ by rounding, which the tolerance is for, and by no more."""
     assert norms_of_uneven_copies(rank, 1.0) == pytest.approx([1.0] * 8, rel=1e-6)
     told = r"^the copies of a parameter on ranks \[0\] and \[1, 2\] have gradients that differ"
@@ -252,7 +250,7 @@ def test_copies_may_be_divided_differently(rank: int) -> None:
 
 
 @on_ranks(3)
-def test_ranks_of_a_group_have_any_order(rank: int) -> None:
+def test_ranks_of_a_group_have_any_order(rank):
     group = distributed.new_group([2, 0, 1], sort_ranks=False)
     held = [Part(f"{rank}.weight", (3 + rank,)), *[Part("tied", (5,))] * (rank != 1)]
     model = Trained(held)
@@ -267,7 +265,7 @@ def test_ranks_of_a_group_have_any_order(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_group_set_on_one_rank_alone_is_refused_on_all(rank: int) -> None:
+def test_group_set_on_one_rank_alone_is_refused_on_all(rank):
     """The rank that begins anew knows of no copies, and sends as many words as those that do."""
     optimizer = one_step([Part("tied", (5,)), Part(f"{rank}.weight", (4, 3))], distributed.group.WORLD)
     if rank == 1:
@@ -276,11 +274,11 @@ def test_group_set_on_one_rank_alone_is_refused_on_all(rank: int) -> None:
 
 
 def alone_norm(part: tuple[str, tuple[int, ...]], gradients: int) -> float:
-    return pytest.approx(value(*part, gradients).double().mul(0.01 if gradients % 2 else 1.0).norm().item(), rel=0.01)  # type: ignore[no-any-return]
+    return pytest.approx(value(*part, gradients).double().mul(0.01 if gradients % 2 else 1.0).norm().item(), rel=0.01)
 
 
 @on_ranks(2)
-def test_process_group_is_an_attribute(rank: int) -> None:
+def test_process_group_is_an_attribute(rank):
     """Copies do not have it; it can be given, and taken away, at any time."""
     model = Trained(plain_pipeline(rank))
     optimizer = SpeculativeCPUAdamW(model.named(), process_group=distributed.group.WORLD)
@@ -311,10 +309,10 @@ def warned(rank: int, shapes: list[list[tuple[int, ...]]], **options: Any) -> li
 
 
 @on_ranks(3)
-def test_ordinary_parameters_that_differ_are_told_once(rank: int) -> None:
+def test_ordinary_parameters_that_differ_are_told_once(rank):
     replicas._world, replicas._worlds = None, 0  # each of these processes has served in another number of tests
     different = [[(2, 3)], [(2, 3)], [(2, 4), (5,)]]
-    words: list[Any] = [None] * 3
+    words = [None] * 3
     distributed.all_gather_object(words, warned(rank, different))
     said = [one for some in words for one in some]
     assert said
@@ -332,7 +330,7 @@ def test_ordinary_parameters_that_differ_are_told_once(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_nothing_is_compared_where_the_store_cannot_answer(rank: int) -> None:
+def test_nothing_is_compared_where_the_store_cannot_answer(rank):
     with pytest.MonkeyPatch.context() as context:
         context.setattr(distributed.PrefixStore, "compare_set", lambda *arguments: 1 / 0, raising=False)
         assert warned(rank, [[(2,)], [(3,)]]) == []

@@ -120,8 +120,8 @@ def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(("dtype", "waits"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype, waits: bool, tmp_path: Path) -> None:
-    saved: list[Any] = []
+def test_state_is_the_same_on_any_number_of_ranks(kind, dtype, waits, tmp_path):
+    saved = []
     for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (4, 2)]):
         options = {"replicas": replicas, "dtype": dtype, "waits": waits}
         results = ranks.run(resume, size, kind=kind, folder=str(tmp_path), seed=seed, **options)
@@ -188,7 +188,7 @@ def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind: Any, tmp_path: Path) -> None:
+def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind, tmp_path):
     first, second = ranks.run(fail_together, 2, kind=kind, folder=str(tmp_path))
     assert first == second
     assert not [sentence for sentence in first if "\n" in sentence]
@@ -208,7 +208,7 @@ def die(rank: int, *, folder: str, victim: int, waits: bool) -> str:
     model, optimizer = make(SpeculativeCPUAdamW, 3)
     load(folder, model, optimizer)
     if rank == victim:
-        checkpoint_folder.sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+        checkpoint_folder.sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as error:
         (save if waits else save_beside_training)(folder, model, optimizer)
     return str(error.value)
@@ -217,7 +217,7 @@ def die(rank: int, *, folder: str, victim: int, waits: bool) -> str:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_rank_that_is_killed_leaves_the_older_one(victim: int, waits: bool, tmp_path: Path) -> None:
+def test_rank_that_is_killed_leaves_the_older_one(victim, waits, tmp_path):
     _, saved, _ = ranks.run(resume, 2, kind=SpeculativeCPUAdamW, folder=str(tmp_path), seed=0)[0]
     results = ranks.run(die, 2, folder=str(tmp_path), victim=victim, waits=waits)
     assert results[victim] == ranks.ENDED
@@ -249,7 +249,7 @@ def use_group(rank: int, *, folder: str) -> None:
         assert torch.equal(model.weight, saved)
 
 
-def test_process_group_may_be_a_part_of_the_ranks(tmp_path: Path) -> None:
+def test_process_group_may_be_a_part_of_the_ranks(tmp_path):
     ranks.run(use_group, 3, folder=str(tmp_path))
 
 
@@ -291,7 +291,7 @@ def lack_memory(rank: int, *, folder: str) -> None:
     assert content(*other) == before
 
 
-def test_ranks_without_memory_for_copies_are_one_sentence_on_all(tmp_path: Path) -> None:
+def test_ranks_without_memory_for_copies_are_one_sentence_on_all(tmp_path):
     ranks.run(lack_memory, 2, folder=str(tmp_path))
 
 
@@ -321,7 +321,7 @@ def destroy(rank: int, *, folder: str, late: list[int], moment: str) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("late", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_save_outlives_the_process_group(moment: str, late: list[int], tmp_path: Path) -> None:
+def test_save_outlives_the_process_group(moment, late, tmp_path):
     """gloo's lives for as long as the save refers to it."""
     ranks.run(destroy, 2, folder=str(tmp_path), late=late, moment=moment)
     assert (tmp_path / "save-00000002").exists()

@@ -6,7 +6,6 @@ import copy
 import operator
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ MESHES: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 @on_ranks(2)
-def test_every_kind_of_shard(rank: int, mesh: str, dtype: torch.dtype) -> None:
+def test_every_kind_of_shard(rank, mesh, dtype):
     model = model_of(dtype, **MESHES[mesh]())
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     oracle = Oracle(optimizer)
@@ -104,7 +103,6 @@ def test_every_kind_of_shard(rank: int, mesh: str, dtype: torch.dtype) -> None:
         asked = optimizer.clip_grad_norm_(1e-3).item() if step == 3 else None
         optimizer.step()
         norm, outcome = oracle.step(limit), optimizer.last_outcome
-        assert outcome is not None
         assert outcome.grad_norm == norm
         assert asked in (None, norm)
         assert outcome.kind is (StepKind.CLIPPED if limit else StepKind.COMMITTED)
@@ -119,7 +117,7 @@ def test_every_kind_of_shard(rank: int, mesh: str, dtype: torch.dtype) -> None:
 
 @BOTH
 @on_ranks(2)
-def test_a_replicated_parameter_counts_once(rank: int, dtype: torch.dtype) -> None:
+def test_a_replicated_parameter_counts_once(rank, dtype):
     mesh = init_device_mesh("cpu", (2,))
     whole = nn.Parameter(distribute_tensor(torch.ones(3, 2, dtype=dtype), mesh, [Replicate()]))
     cut = nn.Parameter(distribute_tensor(torch.ones(3, dtype=dtype), mesh, [Shard(0)]))
@@ -144,7 +142,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @on_ranks(2)
-def test_the_next_forward_sees_new_values(rank: int, options: str, dtype: torch.dtype) -> None:
+def test_the_next_forward_sees_new_values(rank, options, dtype):
     model, plain = model_of(dtype, **OPTIONS[options]), Model().to(dtype)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -162,13 +160,13 @@ def test_the_next_forward_sees_new_values(rank: int, options: str, dtype: torch.
 
 
 @on_ranks(2)
-def test_state_that_is_held_shows_every_step(rank: int) -> None:
+def test_state_that_is_held_shows_every_step(rank):
     (model, twin_model), names = (model_of(torch.bfloat16) for _ in range(2)), ("first", "second")
     optimizer, twin = (SpeculativeCPUAdamW(one.parameters(), lr=1e-2) for one in (model, twin_model))
     train(model, optimizer, rank, range(1))
     train(twin_model, twin, rank, range(1))
     with torch.no_grad():
-        held: list[Any] = [optimizer.state[getattr(model, name).weight]["master"] for name in names]
+        held = [optimizer.state[getattr(model, name).weight]["master"] for name in names]
         held[1] = held[1].to_local()
     for step in (1, 2, 3):
         for m, one in ((model, optimizer), (twin_model, twin)):
@@ -188,7 +186,7 @@ def test_state_that_is_held_shows_every_step(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_state_that_is_edited_during_speculation(rank: int) -> None:
+def test_state_that_is_edited_during_speculation(rank):
     """Through the DTensor, whose version alone counts that, through its part, and by another DTensor in its place."""
     whole = [("whole", key) for key in ("exp_avg", "exp_avg_sq", "master")]
     for edit, key in [*whole, ("part", "exp_avg"), ("other", "exp_avg")]:
@@ -212,7 +210,7 @@ def test_state_that_is_edited_during_speculation(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_one_rank_alone_reads_and_writes(rank: int) -> None:
+def test_one_rank_alone_reads_and_writes(rank):
     """Nothing but a step and a norm is asked of other ranks."""
     model = model_of(torch.bfloat16)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
@@ -228,13 +226,12 @@ def test_one_rank_alone_reads_and_writes(rank: int) -> None:
         optimizer.reload_masters()
         copy.deepcopy(optimizer.state_dict())
     optimizer.step()
-    assert optimizer.last_outcome is not None
     assert optimizer.last_outcome.kind is StepKind.COMMITTED
 
 
 @BOTH
 @on_ranks(2)
-def test_outside_writes_are_adopted(rank: int, dtype: torch.dtype) -> None:
+def test_outside_writes_are_adopted(rank, dtype):
     models = model_of(dtype), model_of(dtype)
     optimizers = [SpeculativeCPUAdamW(model.parameters(), lr=1e-2) for model in models]
     for model, one in zip(models, optimizers, strict=True):
@@ -249,7 +246,7 @@ def test_outside_writes_are_adopted(rank: int, dtype: torch.dtype) -> None:
 
 
 @on_ranks(2)
-def test_parts_that_are_replaced(rank: int) -> None:
+def test_parts_that_are_replaced(rank):
     """As by `model.to`, which swaps the contents of parameters, and by loading with `assign`."""
     model = model_of(torch.float32)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
@@ -288,7 +285,7 @@ COPIES: dict[str, Callable[[Any, Any], Any]] = {
 
 @BOTH
 @on_ranks(2)
-def test_copies_go_on_with_the_same_bits(rank: int, dtype: torch.dtype) -> None:
+def test_copies_go_on_with_the_same_bits(rank, dtype):
     model = model_of(dtype)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2, amsgrad=True)
     train(model, optimizer, rank, range(3), 1e-3)
@@ -304,9 +301,9 @@ def test_copies_go_on_with_the_same_bits(rank: int, dtype: torch.dtype) -> None:
 
 @BOTH
 @on_ranks(2)
-def test_state_dicts_of_torch(rank: int, dtype: torch.dtype) -> None:
+def test_state_dicts_of_torch(rank, dtype):
     model, other = model_of(dtype), model_of(dtype)
-    ours: Any = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    ours = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
     train(model, ours, rank, range(2))
     theirs.load_state_dict(ours.torch_state_dict())
@@ -326,9 +323,7 @@ def test_state_dicts_of_torch(rank: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @on_ranks(2)
-def test_functions_of_distributed_checkpoint(
-    rank: int, dtype: torch.dtype, is_full: bool, moments: str, tmp_path: Path
-) -> None:
+def test_functions_of_distributed_checkpoint(rank, dtype, is_full, moments, tmp_path):
     """Where every parameter that is trained has state, which they need of every optimizer; shards go through files."""
     options = StateDictOptions(full_state_dict=is_full)
     models = [model_of(dtype), model_of(dtype)]
@@ -355,7 +350,7 @@ def test_functions_of_distributed_checkpoint(
 
 @BOTH
 @on_ranks(2)
-def test_tensor_parallelism(rank: int, dtype: torch.dtype) -> None:
+def test_tensor_parallelism(rank, dtype):
     """Parameters that are cut in both ways, and the norm's, which are not: their gradients are the same everywhere."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.LayerNorm(8)).to(dtype)
@@ -370,7 +365,7 @@ def test_tensor_parallelism(rank: int, dtype: torch.dtype) -> None:
 
 
 @on_ranks(2)
-def test_state_of_other_placements_is_refused(rank: int) -> None:
+def test_state_of_other_placements_is_refused(rank):
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     parameter.grad = torch.ones_like(parameter)
@@ -400,7 +395,7 @@ def test_state_of_other_placements_is_refused(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_are_not_summed_are_refused(rank: int) -> None:
+def test_parameters_that_are_not_summed_are_refused(rank):
     mesh = init_device_mesh("cpu", (2,))
     square = init_device_mesh("cpu", (2, 1))
     for where, placements in ((mesh, [Partial()]), (square, [Shard(0), Partial()])):
@@ -413,10 +408,8 @@ def test_parameters_that_are_not_summed_are_refused(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_where_writes_to_a_dtensor_count(rank: int) -> None:
-    parameter: Any = nn.Parameter(
-        distribute_tensor(torch.ones(3, 2, dtype=torch.bfloat16), init_device_mesh("cpu", (2,)))
-    )
+def test_where_writes_to_a_dtensor_count(rank):
+    parameter = nn.Parameter(distribute_tensor(torch.ones(3, 2, dtype=torch.bfloat16), init_device_mesh("cpu", (2,))))
     with torch.no_grad():
         part = shards.local_of(parameter)
         # An operation on the DTensor counts there, one on the part in the part, and one on a list nowhere: see README.

@@ -1,7 +1,5 @@
 """Adam on the GPU: an update leaves the bits that the CPU kernels leave, and changes not one other byte."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +25,7 @@ HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=Fal
 @needs_triton
 @settings(max_examples=settings.default.max_examples // 5)
 @given(data=st.data())
-def test_updates_have_the_bits_of_the_cpu(data: st.DataObject) -> None:
+def test_updates_have_the_bits_of_the_cpu(data):
     job = data.draw(jobs(Pass.SPECULATE), "job")  # whose segments all have an out
     check_against_cpu(job, data.draw(st.sampled_from([(0,), (0, 1, 3)]), "starts"))
 
@@ -35,7 +33,7 @@ def test_updates_have_the_bits_of_the_cpu(data: st.DataObject) -> None:
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
-def test_every_configuration_in_one_call(double: bool) -> None:
+def test_every_configuration_in_one_call(double):
     """All 64 sets of flags, those of even and odd size on the two sides of beta1 = 0.5, each on segments of its own."""
     dtype = Dtype.FLOAT64 if double else Dtype.FLOAT32
     sets, segments = [], []
@@ -55,7 +53,7 @@ def test_every_configuration_in_one_call(double: bool) -> None:
 
 
 @needs_triton
-def test_steps_alike_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_alike_take_one_launch(monkeypatch):
     """Whatever their lengths, steps and learning rates; those with other flags take another."""
     launches = Launches(adam.adam_kernel)
     monkeypatch.setattr(adam, "adam_kernel", launches)
@@ -78,9 +76,9 @@ def test_steps_alike_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("form", [Format.PLAIN, Format.MOMENTS_8BIT | Format.MASTER_24BIT], ids=["fp32", "compact"])
-def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
+def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch, form):
     """On a GPU another address would end the program; the interpreter takes any."""
-    aligned: list[bool] = []
+    aligned = []
     monkeypatch.setattr(adam, "adam_kernel", {(1,): lambda *arguments, **more: aligned.append(more["IS_ALIGNED"])})
     sets = [Coefficients.at_step(replace(HYPER, amsgrad=not form), 1)]
     segment = make_segment(0, 64, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
@@ -93,12 +91,12 @@ def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch: pytest.M
 
 
 @needs_triton
-def test_no_elements_are_allowed() -> None:
+def test_no_elements_are_allowed():
     gpu.update([], [])
     gpu.update([ResidentStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
 
 
-def test_without_triton_the_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_update_is_refused(monkeypatch):
     monkeypatch.setenv("SUPERADAM_GPU", "torch")
     with pytest.raises(RuntimeError, match=r"superadam\.gpu\.update needs Triton.*SUPERADAM_GPU=torch asks for it"):
         gpu.update([ResidentStep(*[torch.ones(10)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
@@ -106,7 +104,7 @@ def test_without_triton_the_update_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 @needs_triton
 @pytest.mark.parametrize(("length", "amsgrad"), [(65, False), (64, True)])
-def test_8bit_moments_that_the_cpu_refuses_are_refused(length: int, amsgrad: bool) -> None:
+def test_8bit_moments_that_the_cpu_refuses_are_refused(length, amsgrad):
     """A block that is not whole has no exponent, and no maximum is stored; the steps beside it are not made either."""
     forms = (Format.PLAIN, Format.MOMENTS_8BIT)
     segments = [make_segment(0, 128, Dtype.FLOAT32, Dtype.FLOAT32, form=form) for form in forms]
@@ -126,6 +124,6 @@ def test_8bit_moments_that_the_cpu_refuses_are_refused(length: int, amsgrad: boo
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_step_says_how_its_state_is_stored(form: Format) -> None:
+def test_a_step_says_how_its_state_is_stored(form):
     segment = make_segment(0, 64, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
     assert resident_step(placed(segment, (0,)), 0).format == form

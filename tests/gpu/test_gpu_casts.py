@@ -83,7 +83,7 @@ TURNS = (0, 0xFFFFFFFF, 0x9E3779B9, 0x80000000, 1)
 @needs_triton
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize(("name", "mantissa", "has_sign"), MOMENTS)
-def test_moments_get_the_codes_of_the_cpu(name: str, mantissa: int, has_sign: bool, turn: int) -> None:
+def test_moments_get_the_codes_of_the_cpu(name, mantissa, has_sign, turn):
     bits = extreme_bits(turn % 1000)
     codes = torch.zeros(len(bits), dtype=torch.uint8, device=DEVICE)
     exponents = torch.zeros(len(bits) // compact.BLOCK, dtype=torch.uint8, device=DEVICE)
@@ -98,7 +98,7 @@ def test_moments_get_the_codes_of_the_cpu(name: str, mantissa: int, has_sign: bo
 
 @needs_triton
 @pytest.mark.parametrize(("name", "mantissa", "has_sign"), MOMENTS)
-def test_every_code_has_the_value_of_the_cpu(name: str, mantissa: int, has_sign: bool) -> None:
+def test_every_code_has_the_value_of_the_cpu(name, mantissa, has_sign):
     """With every exponent, also codes that no step writes."""
     codes = np.tile(np.arange(256, dtype=np.uint8), 256)
     exponents = np.repeat(np.arange(256, dtype=np.uint8), 256 // compact.BLOCK)
@@ -113,7 +113,7 @@ def test_every_code_has_the_value_of_the_cpu(name: str, mantissa: int, has_sign:
 
 @needs_triton
 @pytest.mark.parametrize("turn", TURNS)
-def test_halves_and_planes_are_those_of_the_cpu(turn: int) -> None:
+def test_halves_and_planes_are_those_of_the_cpu(turn):
     """A NaN of all ones, as NVIDIA's GPUs make it, stays NaN."""
     bits = extreme_bits(turn % 1000)
     moments, high = (torch.zeros(len(bits), dtype=torch.int16, device=DEVICE) for _ in range(2))

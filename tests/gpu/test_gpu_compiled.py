@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import support.gpu_arrays  # noqa: F401  decides how kernels run, before superadam.gpu is imported
@@ -28,7 +27,7 @@ from support.gpu_variants import (
 
 from superadam.gpu import adam, pack, scatter
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.native import Dtype, Flag, Format
+from superadam.kernels.native import Dtype, Flag
 
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 
@@ -41,14 +40,14 @@ needs_compilers = pytest.mark.skipif(not gpu_variants.can_compile(), reason="thi
 # ---- all variants are here -----------------------------------------------------------------------------------------
 
 
-def test_variants_have_every_dtype_and_flag() -> None:
+def test_variants_have_every_dtype_and_flag():
     assert set(DTYPES.values()) == set(Dtype) - {Dtype.NONE}
     assert Flag(0) in COEFFICIENTS
     assert set(Flag) == {flag for flags in COEFFICIENTS for flag in flags}
 
 
 @pytest.mark.parametrize("number", range(2, len(DTYPES)))
-def test_dtypes_of_any_number_are_packed_alike(number: int) -> None:
+def test_dtypes_of_any_number_are_packed_alike(number):
     for sources, link in itertools.product(itertools.combinations(SOURCES[-1], number), SOURCES[-1]):
         with noted_launches() as launches:
             LAUNCHES["pack_kernel"](sources, link, True, True)
@@ -56,9 +55,9 @@ def test_dtypes_of_any_number_are_packed_alike(number: int) -> None:
         assert launches[0].constants == launches[1].constants
 
 
-def test_variants_are_all_distinct_and_hold_every_constant() -> None:
+def test_variants_are_all_distinct_and_hold_every_constant():
     """No kernel is left out, and of no constant only one value is compiled."""
-    seen: dict[str, list[dict[str, Any]]] = {}
+    seen = {}
     for name, table in zip(LAUNCHES, (ADAM, PACK, SCATTER), strict=True):
         for arguments in table:
             with noted_launches() as launches:
@@ -77,9 +76,7 @@ def test_variants_are_all_distinct_and_hold_every_constant() -> None:
 
 
 @pytest.fixture(scope="module")
-def compilers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[gpu_variants.Compilers]:
+def compilers(request, tmp_path_factory):
     """Compile what the chosen tests look up."""
     compilers = gpu_variants.Compilers(requests_of(request), tmp_path_factory.mktemp("triton"))
     yield compilers
@@ -87,7 +84,7 @@ def compilers(
 
 
 @pytest.fixture
-def code(request: pytest.FixtureRequest, compilers: gpu_variants.Compilers) -> Code:
+def code(request, compilers):
     """Return what the variant of a test was compiled to, which is fit for every kernel."""
     code = compilers.code(request_of(request.node))
     assert code.relaxed == 0
@@ -125,20 +122,7 @@ def check_vectors(code: Code, load: str, dtypes: Iterable[torch.dtype], elements
     "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
     ((*dtypes, form, *(flag in flags for flag in Flag), aligned) for *dtypes, form, flags, aligned in ADAM),
 )
-def test_adam_kernel(
-    code: Code,
-    target: str,
-    gradient: torch.dtype,
-    parameter: torch.dtype,
-    form: Format,
-    scale: bool,
-    maximize: bool,
-    decoupled: bool,
-    l2: bool,
-    amsgrad: bool,
-    round: bool,
-    aligned: bool,
-) -> None:
+def test_adam_kernel(code, target, gradient, parameter, form, scale, maximize, decoupled, l2, amsgrad, round, aligned):
     state = torch.float64 if parameter == torch.float64 else torch.float32
     elements = 4
     assert code.threads * elements == adam.BLOCK
@@ -163,9 +147,7 @@ def test_adam_kernel(
 @needs_compilers
 @pytest.mark.covering(1)
 @cases(CHOSEN, "sources link sums aligned", PACK)
-def test_pack_kernel(
-    code: Code, target: str, sources: tuple[torch.dtype, ...], link: torch.dtype, sums: bool, aligned: bool
-) -> None:
+def test_pack_kernel(code, target, sources, link, sums, aligned):
     is_large = len(sources) > 1 or (sums and sources != (link,))
     rows = pack.ROWS_AHEAD.value // (2 if is_large else 1)
     elements = 2 if target == "gfx942" else 4
@@ -180,7 +162,7 @@ def test_pack_kernel(
 @needs_compilers
 @pytest.mark.covering(1)
 @cases(CHOSEN, "dtype aligned", SCATTER)
-def test_scatter_kernel(code: Code, target: str, dtype: torch.dtype, aligned: bool) -> None:
+def test_scatter_kernel(code, target, dtype, aligned):
     check_arithmetic(code, "f32")
     elements = scatter.BLOCK // code.threads
     if aligned:

@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
@@ -36,7 +35,7 @@ LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 255, CHUNK - 1, CHUNK, CHUNK + 1, 2
 
 
 @pytest.fixture(params=BACKENDS)
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+def implementation(request):
     with asked_for(request.param):
         yield request.param
 
@@ -53,7 +52,7 @@ def chunks_per_program(number: int) -> AbstractContextManager[object]:
 @pytest.mark.timeout(1800)
 @settings(max_examples=settings.default.max_examples // 10)
 @given(st.data())
-def test_packing_has_the_bits_of_the_cpu(data: st.DataObject) -> None:
+def test_packing_has_the_bits_of_the_cpu(data):
     link = data.draw(st.sampled_from([*HALVES_AND_FLOAT32, Dtype.FLOAT64]), "link")
     sources = [link] if link is Dtype.FLOAT64 else data.draw(st.sampled_from([[link], HALVES_AND_FLOAT32]), "sources")
     lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=5), "lengths")
@@ -75,7 +74,7 @@ def test_packing_has_the_bits_of_the_cpu(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 257])
-def test_the_last_row_of_a_gradient_may_be_short(length: int, implementation: str) -> None:
+def test_the_last_row_of_a_gradient_may_be_short(length, implementation):
     """Also where it is the first one, or the first that is loaded at a time."""
     stored = stored_gradient(length, length, Magnitudes.ORDINARY, Dtype.FLOAT32, sprinkle=False)
     check_pack([stored], [Dtype.FLOAT32], Dtype.FLOAT32, [1], length + 3)
@@ -92,7 +91,7 @@ def test_the_last_row_of_a_gradient_may_be_short(length: int, implementation: st
     ],
     ids=lambda dtype: dtype.name.lower(),
 )
-def test_whole_and_ragged_chunks_of_several_programs(implementation: str, source: Dtype, link: Dtype) -> None:
+def test_whole_and_ragged_chunks_of_several_programs(implementation, source, link):
     lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, CHUNK + 5]  # eight whole chunks, then three with ends
     kinds = [Magnitudes.ORDINARY, Magnitudes.ORDINARY, Magnitudes.WIDE, Magnitudes.BITS, Magnitudes.SPECIAL]
     stored = [
@@ -112,12 +111,12 @@ def check_values(values: Array, dtype: Dtype, link: Dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name.lower())
 @pytest.mark.parametrize("link", HALVES_AND_FLOAT32, ids=lambda dtype: dtype.name.lower())
-def test_every_bit_pattern_of_a_half(implementation: str, dtype: Dtype, link: Dtype) -> None:
+def test_every_bit_pattern_of_a_half(implementation, dtype, link):
     check_values(np.arange(1 << 16, dtype=np.uint16), dtype, link)
 
 
 @pytest.mark.parametrize("link", [Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name.lower())
-def test_rounding_beside_every_tie(implementation: str, link: Dtype) -> None:
+def test_rounding_beside_every_tie(implementation, link):
     """All halves, what lies halfway to the next one and next to that, and NaNs with payload in the bits cut off."""
     every = widen(np.arange(1 << 16, dtype=np.uint16), link).view(np.uint32)
     half = np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
@@ -126,7 +125,7 @@ def test_rounding_beside_every_tie(implementation: str, link: Dtype) -> None:
     check_values(np.concatenate([bits.view(np.float32), denormal_ties, -denormal_ties]), Dtype.FLOAT32, link)
 
 
-def test_lanes_are_added_in_their_order(implementation: str) -> None:
+def test_lanes_are_added_in_their_order(implementation):
     """On a chunk where other orders round to other sums."""
     for seed in range(1000):
         values = random_array(np.random.default_rng(seed), CHUNK, Magnitudes.ORDINARY, np.float32)
@@ -147,7 +146,7 @@ def test_lanes_are_added_in_their_order(implementation: str) -> None:
 
 
 @needs_triton
-def test_many_small_tensors_take_one_launch() -> None:
+def test_many_small_tensors_take_one_launch():
     lengths = [1 + number % 40 for number in range(300)]
     stored = [stored_gradient(n, length, Magnitudes.ORDINARY, Dtype.FLOAT32, False) for n, length in enumerate(lengths)]
     places, numel = offsets_with_gaps(lengths, (), range(len(lengths)))
@@ -157,14 +156,14 @@ def test_many_small_tensors_take_one_launch() -> None:
         assert launches.grids == [(-(-300 // pack.CHUNKS_PER_PROGRAM),)]
 
 
-def test_layouts_other_than_rows_count_in_the_order_of_memory(implementation: str) -> None:
+def test_layouts_other_than_rows_count_in_the_order_of_memory(implementation):
     gradient = torch.arange(24.0, device=DEVICE).reshape(2, 3, 4).permute(2, 0, 1)
     buffer = torch.empty(24, device=DEVICE)
     gpu.pack_gradients([gradient], [0], buffer)
     assert buffer.tolist() == list(range(24))
 
 
-def test_nothing_to_pack_is_allowed(implementation: str) -> None:
+def test_nothing_to_pack_is_allowed(implementation):
     empty, sums, counts = (torch.empty(0, dtype=d, device=DEVICE) for d in (torch.float32, torch.float64, torch.int64))
     norm = () if implementation == "torch" else (sums, counts)
     gpu.pack_gradients([], [], empty, *norm)
@@ -176,7 +175,7 @@ def test_nothing_to_pack_is_allowed(implementation: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_without_triton_or_a_compiler_torch_packs_and_says_so_once() -> None:
+def test_without_triton_or_a_compiler_torch_packs_and_says_so_once():
     """On each device; whatever Triton raises is noticed before training."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
@@ -217,13 +216,13 @@ def test_without_triton_or_a_compiler_torch_packs_and_says_so_once() -> None:
         assert done.stderr.count(f"superadam packs and scatters with plain torch on {device}") == 1
 
 
-def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_implementation_is_refused(monkeypatch):
     monkeypatch.setenv("SUPERADAM_GPU", "fast")
     with pytest.raises(ValueError, match="SUPERADAM_GPU is 'fast'"):
         backend("cpu")
 
 
-def test_torch_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_can_be_asked_for(monkeypatch, caplog):
     monkeypatch.setenv("SUPERADAM_GPU", "torch")
     choice = backend("cuda")
     assert choice.backend is Backend.TORCH
@@ -232,7 +231,7 @@ def test_torch_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
 
 @needs_triton
-def test_memory_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_out_of_reach_is_told(monkeypatch, caplog):
     monkeypatch.setattr(language, "IS_INTERPRETED", True)
     monkeypatch.setattr(choice, "_told", set())
     with caplog.at_level(logging.WARNING, "superadam"):

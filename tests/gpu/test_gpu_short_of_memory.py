@@ -1,8 +1,5 @@
 """Tables of launches for which memory is missing: values are published all the same, and no step is made in part."""
 
-from __future__ import annotations
-
-import numpy as np
 import pytest
 import torch
 from support.gpu_arrays import BACKENDS, DEVICE, asked_for, needs_triton
@@ -16,12 +13,12 @@ HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=Fal
 
 
 @pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+def uploads(monkeypatch):
     """All tables that were uploaded, of which only the first finds memory."""
-    asked: list[np.ndarray] = []
+    asked = []
     upload = tables.upload
 
-    def short(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    def short(array, device):
         asked.append(array)
         if len(asked) > 1:
             raise torch.OutOfMemoryError("planted")
@@ -32,7 +29,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_values_are_scattered_without_memory_for_a_table(implementation: str, uploads: list[np.ndarray]) -> None:
+def test_values_are_scattered_without_memory_for_a_table(implementation, uploads):
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     targets = [torch.zeros(5, 7, dtype=dtype, device=DEVICE) for dtype in dtypes]
     sources = [torch.randn(5, 7, device=DEVICE).to(dtype) for dtype in dtypes]
@@ -43,7 +40,7 @@ def test_values_are_scattered_without_memory_for_a_table(implementation: str, up
 
 
 @needs_triton
-def test_update_writes_nothing_where_a_table_finds_no_memory(uploads: list[np.ndarray]) -> None:
+def test_update_writes_nothing_where_a_table_finds_no_memory(uploads):
     steps = [
         ResidentStep(
             *(torch.ones(9, device=DEVICE) for _ in range(3)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +72,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("name", OPERATIONS)
 @settings(max_examples=settings.default.max_examples // 20)
 @given(calls=st.lists(st.lists(st.sampled_from(sorted(TENSORS)), min_size=1, max_size=3), min_size=2, max_size=8))
-def test_launches_after_others_write_the_same(name: str, calls: list[list[str]]) -> None:
+def test_launches_after_others_write_the_same(name, calls):
     lists = [[TENSORS[one]() for one in names] for names in calls]
     after_others = [OPERATIONS[name](tensors) for tensors in lists]
     for tensors, written in zip(lists, after_others, strict=True):
@@ -82,13 +81,13 @@ def test_launches_after_others_write_the_same(name: str, calls: list[list[str]])
 
 
 @needs_triton
-def test_only_what_is_new_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads: list[Any] = []
+def test_only_what_is_new_is_uploaded(monkeypatch):
+    uploads = []
     upload = tables.upload
     monkeypatch.setattr(tables, "upload", lambda array, device: (uploads.append(array), upload(array, device))[1])
     tensors = [ramp(12), ramp(5)]
 
-    def run(tensors: Sequence[Tensor]) -> int:
+    def run(tensors):
         """Return how many tables were uploaded."""
         uploads.clear()
         pack(tensors)
@@ -100,15 +99,15 @@ def test_only_what_is_new_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tensors) == 1
 
 
-def test_table_of_another_stream_is_another_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_another_stream_is_another_upload(monkeypatch):
     """Nothing orders the streams, neither at the upload nor when its memory is used again."""
-    uploads: list[Any] = []
+    uploads = []
     monkeypatch.setattr(tables, "upload", lambda array, device: (uploads.append(array), torch.from_numpy(array))[1])
     now = SimpleNamespace(cuda_stream=1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
     tensors = [torch.empty(numel) for numel in (5, 0, 3000)]
 
-    def table(rows: list[list[int]]) -> tables.Table:
+    def table(rows):
         return tables.make_table(tensors, 1024, np.array(rows), torch.device("cuda", 0))
 
     first = table([[64, 0, 128]])
@@ -122,10 +121,10 @@ def test_table_of_another_stream_is_another_upload(monkeypatch: pytest.MonkeyPat
     tables._kept_upload.cache_clear()
 
 
-def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch):
     """New values are published when a step is made already."""
 
-    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+    def refuse(tensor):
         raise RuntimeError("CUDA error: operation not permitted")
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)

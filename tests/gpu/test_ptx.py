@@ -47,7 +47,7 @@ def run(body: str, *arrays: np.ndarray, size: int = 4, grid: int = 1, threads: i
         *("max.f32", "min.ftz.f32", "cvt.rn.bf16.f32", "atom.global.add.f32"),
     ],
 )
-def test_what_may_be_contracted_or_is_approximate_is_not_known(name: str) -> None:
+def test_what_may_be_contracted_or_is_approximate_is_not_known(name):
     with pytest.raises(ptx.ExecutionError, match="not known"):
         ptx.find(name)
 
@@ -55,7 +55,7 @@ def test_what_may_be_contracted_or_is_approximate_is_not_known(name: str) -> Non
 # ---- threads, and what a debugger would find ---------------------------------------------------------------------
 
 
-def test_shared_memory_and_barriers() -> None:
+def test_shared_memory_and_barriers():
     out = np.zeros(128, np.uint32)
     body = "st.shared.b32 [%r5], %r3; bar.sync 0; ld.shared.b32 %r7, [%r6+0]; st.global.b32 [%rd3], %r7;"
     run(SHARED + body, out, grid=2, shared=256)
@@ -91,12 +91,12 @@ def test_shared_memory_and_barriers() -> None:
         (SHARED + "st.shared.b32 [%r4], %r2; ld.shared.b32 %r7, [%r4];", "a race: a read"),
     ],
 )
-def test_faults(body: str, message: str) -> None:
+def test_faults(body, message):
     with pytest.raises(ptx.ExecutionError, match=message):
         run(body.replace("; $L_1:", ";\n$L_1:"), np.zeros(64, np.uint32), shared=256)
 
 
-def test_readers_are_ordered_by_a_barrier_in_a_program_only() -> None:
+def test_readers_are_ordered_by_a_barrier_in_a_program_only():
     body = "ld.global.b32 %r4, [%rd1]; bar.sync 0; setp.eq.b32 %p1, %r1, 0; @%p1 st.global.b32 [%rd1], %r1;"
     run(body, np.zeros(64, np.uint32))
     with pytest.raises(ptx.ExecutionError, match="a race: a write"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
 from support.machines import machine
@@ -29,9 +28,7 @@ ALL = frozenset(range(8))
         ({NODE: "1\n", CPULIST: "4-7\n"}, frozenset({0, 1}), {0, 1}),  # the process was put elsewhere
     ],
 )
-def test_cpus_near_a_device(
-    tmp_path: Path, files: dict[str, str], affinity: frozenset[int], expected: set[int]
-) -> None:
+def test_cpus_near_a_device(tmp_path, files, affinity, expected):
     assert cores.share(machine(tmp_path, files, affinity=affinity), ADDRESS) == expected
 
 
@@ -40,11 +37,11 @@ def in_thread(work: threading.Thread) -> None:
     work.join()
 
 
-def test_a_bound_thread_binds_itself_and_its_children_alone() -> None:
+def test_a_bound_thread_binds_itself_and_its_children_alone():
     before, seen = os.sched_getaffinity(0), []
     one = {min(before)}
 
-    def bind() -> None:
+    def bind():
         cores.bind_thread(one)
         seen.append(os.sched_getaffinity(0))
         in_thread(threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0))))
@@ -54,10 +51,10 @@ def test_a_bound_thread_binds_itself_and_its_children_alone() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_call_near_leaves_its_caller_where_it_is() -> None:
+def test_a_call_near_leaves_its_caller_where_it_is():
     before, seen = os.sched_getaffinity(0), []
 
-    def work() -> str:
+    def work():
         seen.append((os.sched_getaffinity(0), os.sched_getaffinity(os.getpid())))
         return "result"
 
@@ -67,7 +64,7 @@ def test_a_call_near_leaves_its_caller_where_it_is() -> None:
         cores.call_near({min(before)}, lambda: 1 // 0)
 
 
-def test_a_thread_that_may_not_be_bound_goes_on() -> None:
+def test_a_thread_that_may_not_be_bound_goes_on():
     before = os.sched_getaffinity(0)
     cores.bind_thread({1 << 12})  # there is no such CPU
     assert os.sched_getaffinity(0) == before

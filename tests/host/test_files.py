@@ -10,7 +10,7 @@ import stat
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from support.children import exit_code_of_child
@@ -19,7 +19,7 @@ from superadam.host import files
 from superadam.host.files import locked, replace_file
 
 
-def test_file_is_readable_by_whom_the_mask_allows(tmp_path: Path) -> None:
+def test_file_is_readable_by_whom_the_mask_allows(tmp_path):
     path = tmp_path / "file"
     before = os.umask(0o027)
     try:
@@ -36,13 +36,11 @@ def test_file_is_readable_by_whom_the_mask_allows(tmp_path: Path) -> None:
         *((call, OSError("out of order")) for call in ("fsync", "replace")),
     ],
 )
-def test_failure_leaves_the_older_file_and_no_rest(
-    call: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
+def test_failure_leaves_the_older_file_and_no_rest(call, error, tmp_path, monkeypatch):
+    def fail(*arguments):
         raise error
 
-    def write(file: IO[bytes]) -> None:
+    def write(file):
         file.write(b"half of the new")
         if call == "write":
             fail()
@@ -57,13 +55,11 @@ def test_failure_leaves_the_older_file_and_no_rest(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace
 
-    def synchronise(descriptor: int) -> None:
+    def synchronise(descriptor):
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
         calls.append("content" if kind == stat.S_IFREG else "folder")
         assert kind == stat.S_IFDIR or os.fstat(descriptor).st_size == 5  # nothing is left in a buffer
@@ -76,11 +72,11 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
 
 
 @pytest.mark.slow
-def test_process_killed_on_any_line_leaves_the_older_file_or_the_new_one(tmp_path: Path) -> None:
+def test_process_killed_on_any_line_leaves_the_older_file_or_the_new_one(tmp_path):
     path, found, code = tmp_path / "file", [], 1
     for number in itertools.count():
         path.write_bytes(b"older")
-        code = exit_code_of_child(lambda at=number: killed_at_line(at, path))  # type: ignore[misc]
+        code = exit_code_of_child(lambda at=number: killed_at_line(at, path))
         assert code in (0, -signal.SIGKILL)
         found.append(path.read_bytes())
         if not code:
@@ -107,7 +103,7 @@ def killed_at_line(number: int, path: Path) -> None:
     replace_file(path, lambda file: file.write(b"newer"))
 
 
-def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path):
     other = [".file.1.part", ".file.old.part", ".files.999999999.part", "file.part"]  # process 1 lives
     for name in [*other, ".file.999999999.part", f".file.{os.getpid()}.part"]:
         (tmp_path / name).write_bytes(b"rest")
@@ -115,7 +111,7 @@ def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == sorted([*other, "file"])
 
 
-def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(OSError, match="it is no regular file"):
@@ -123,7 +119,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(path.stat().st_mode)
 
 
-def test_forked_child_holds_no_lock(tmp_path: Path) -> None:
+def test_forked_child_holds_no_lock(tmp_path):
     go, end = os.pipe()
     holder = os.fork()
     if holder == 0:

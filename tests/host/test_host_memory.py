@@ -1,10 +1,7 @@
 """Available memory: of the machine, or of the control groups of this process where they leave less."""
 
-from __future__ import annotations
-
 import logging
 import resource
-from pathlib import Path
 
 import pytest
 from support.machines import machine
@@ -51,18 +48,18 @@ TOP, PARENT, GROUP = "/sys/fs/cgroup", "/sys/fs/cgroup/a", "/sys/fs/cgroup/a/b"
         ),
     ],
 )
-def test_available_memory(tmp_path: Path, files: dict[str, str], limit: int, available: int) -> None:
+def test_available_memory(tmp_path, files, limit, available):
     memory = HostMemory.of(machine(tmp_path, MEMINFO | files))
     assert (memory.total, memory.limit, memory.available) == (4000 << 10, limit, available)
 
 
 @pytest.mark.parametrize(("limit", "lockable"), [(8 << 20, 8 << 20), (resource.RLIM_INFINITY, None), (0, 0)])
-def test_lockable_memory(monkeypatch: pytest.MonkeyPatch, limit: int, lockable: int | None) -> None:
+def test_lockable_memory(monkeypatch, limit, lockable):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
     assert lockable_bytes() == lockable
 
 
-def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
+def test_a_machine_that_does_not_say(tmp_path):
     with pytest.raises(OSError, match="meminfo"):
         HostMemory.of(machine(tmp_path, {}))
     with pytest.raises(ValueError, match="no line MemAvailable, expected one"):
@@ -80,9 +77,7 @@ GROUP_OF_5_GB = VERSION_2 | {f"{GROUP}/memory.max": "5000000000", f"{GROUP}/memo
     ],
     ids=["physical memory", "control group"],
 )
-def test_only_real_limits_refuse(
-    files: dict[str, str], limit: int, available: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_real_limits_refuse(files, limit, available, tmp_path, caplog):
     """In both, less than the limit is available; that is an estimate, of what is still to come."""
     host = machine(tmp_path, files)
     with caplog.at_level(logging.WARNING, "superadam"):
@@ -105,7 +100,7 @@ def test_only_real_limits_refuse(
     )
 
 
-def test_claims_of_processes_that_share_a_limit_count_together(tmp_path: Path) -> None:
+def test_claims_of_processes_that_share_a_limit_count_together(tmp_path):
     """By directory of the control group, which may have the same path in another container."""
     boot = {"/proc/sys/kernel/random/boot_id": "one"}
     limit = {f"{GROUP}/memory.max": "5000", f"{GROUP}/memory.current": "4500"}
@@ -129,13 +124,13 @@ def test_claims_of_processes_that_share_a_limit_count_together(tmp_path: Path) -
         alone.check([alone])
 
 
-def test_a_machine_that_does_not_say_refuses_nothing(tmp_path: Path) -> None:
+def test_a_machine_that_does_not_say_refuses_nothing(tmp_path):
     require_memory(machine(tmp_path, {}), 1 << 80, "it", "do less")
     claim = Claim.of(machine(tmp_path, {}), 1 << 60)
     claim.check([claim])
 
 
-def test_needs_are_summed() -> None:
+def test_needs_are_summed():
     one, other = HostNeeds(1, 2, 3, 4, 5, 6, 7), HostNeeds(10, 20, 30, 40, 50, 3, 5)
     assert one + other == HostNeeds(11, 22, 33, 44, 55, 6, 12)  # buckets under way are the largest ones
     assert one.total == 1 + 2 + 3 + 4 + 5 + 4 * 6
@@ -143,13 +138,13 @@ def test_needs_are_summed() -> None:
     assert HostNeeds(present=1).missing == 0
 
 
-def test_this_machine() -> None:
+def test_this_machine():
     memory = HostMemory.of(Host())
     assert 0 < memory.available <= memory.total
     assert 0 < memory.limit <= memory.total
 
 
-def test_groups_and_their_parents(tmp_path: Path) -> None:
+def test_groups_and_their_parents(tmp_path):
     two = machine(tmp_path / "2", VERSION_2)
     assert groups_of(two, "memory") == [Group(2, TOP), Group(2, PARENT), Group(2, GROUP)]
     one = machine(tmp_path / "1", {"/proc/self/cgroup": "4:cpu,cpuacct:/c\n3:memory:/a"})
@@ -162,7 +157,7 @@ def test_groups_and_their_parents(tmp_path: Path) -> None:
 RANKS = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 
 
-def test_ranks_that_do_not_fit_together_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_do_not_fit_together_are_told(tmp_path, caplog):
     """Eight ranks of 65 GB on 512 GB, each of which would fit alone."""
     meminfo = {"/proc/meminfo": "MemTotal: 500000000 kB\nMemAvailable: 490000000 kB\n"}
     host = machine(tmp_path, meminfo, RANKS)
@@ -181,7 +176,7 @@ def test_ranks_that_do_not_fit_together_are_told(tmp_path: Path, caplog: pytest.
     assert "needs about 504.00 GB more host memory on 8 ranks, but by the system's estimate" in caplog.text
 
 
-def test_a_control_group_may_hold_one_rank_or_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_control_group_may_hold_one_rank_or_all(tmp_path, caplog):
     host = machine(tmp_path, MEMINFO | VERSION_2 | {f"{GROUP}/memory.max": "1000000"}, RANKS)
     require_memory(host, 125_001, "it", "do less")
     assert "8 ranks on this machine need 0.00 GB if each needs as much, but they can" in caplog.text

@@ -13,11 +13,10 @@ from superadam.host.mapped_files import MappedFiles
 
 def resident_bytes_of_files() -> int:
     found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
     return int(found[1]) << 10
 
 
-def test_pages_of_a_mapped_file_are_given_back_and_read_again(tmp_path: Path) -> None:
+def test_pages_of_a_mapped_file_are_given_back_and_read_again(tmp_path):
     values = torch.arange(4 << 20)
     torch.save({"values": values}, tmp_path / "file.pt")
     mapped = torch.load(tmp_path / "file.pt", mmap=True)["values"]
@@ -28,7 +27,7 @@ def test_pages_of_a_mapped_file_are_given_back_and_read_again(tmp_path: Path) ->
     assert torch.equal(mapped, values)
 
 
-def test_what_was_written_to_a_private_mapping_stays(tmp_path: Path) -> None:
+def test_what_was_written_to_a_private_mapping_stays(tmp_path):
     torch.save(torch.zeros(1 << 16), tmp_path / "file.pt")
     mapped = torch.load(tmp_path / "file.pt", mmap=True)
     mapped[::1000] = 1.0
@@ -39,6 +38,6 @@ def test_what_was_written_to_a_private_mapping_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensor", [torch.ones(1 << 16), torch.ones(300, 300).T, torch.ones(0), torch.ones(()), torch.ones(3, device="meta")]
 )
-def test_memory_that_maps_no_file_is_left_alone(tensor: torch.Tensor) -> None:
+def test_memory_that_maps_no_file_is_left_alone(tensor):
     MappedFiles().release(tensor)
     assert tensor.is_meta or torch.equal(tensor, torch.ones_like(tensor))

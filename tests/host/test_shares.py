@@ -64,14 +64,14 @@ def listed(cpus: frozenset[int]) -> str:
         ({"SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}, LocalRank()),  # the batch script
     ],
 )
-def test_what_launchers_tell(environment: dict[str, str], expected: LocalRank, tmp_path: Path) -> None:
+def test_what_launchers_tell(environment, expected, tmp_path):
     assert local_rank(machine(tmp_path, environment=environment)) == expected
 
 
 SLURM = {"SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
 
 
-def test_nonsense_is_refused(tmp_path: Path) -> None:
+def test_nonsense_is_refused(tmp_path):
     numbers = [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8")]
     told = "^LOCAL_RANK is '.*' and LOCAL_WORLD_SIZE is '.*', expected the number"
     cases = [({"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count}, told) for number, count in numbers]
@@ -85,7 +85,7 @@ def test_nonsense_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [False, True])
-def test_processes_of_the_other_ranks(script: bool, tmp_path: Path) -> None:
+def test_processes_of_the_other_ranks(script, tmp_path):
     files = ranks({}, ["0-3"] * 3, script=script)
     files["/proc/400/stat"] = "400 (loader) S 201 1"  # of rank 1
     files["/proc/400/environ"] = "LOCAL_RANK=1\0"
@@ -95,12 +95,12 @@ def test_processes_of_the_other_ranks(script: bool, tmp_path: Path) -> None:
         assert processes(host, local_rank(host)) == [200, 201, 202, None], rank
 
 
-def test_ranks_that_cannot_be_seen_may_have_the_same_cpus(tmp_path: Path) -> None:
+def test_ranks_that_cannot_be_seen_may_have_the_same_cpus(tmp_path):
     seen = [cores.share(one) for one in hosts(tmp_path, 3, [frozenset(range(9))] * 3)]
     assert seen == [{0, 1, 2}, {3, 4, 5}, {6, 7, 8}]
 
 
-def test_what_a_launcher_gave_is_not_divided_again(tmp_path: Path) -> None:
+def test_what_a_launcher_gave_is_not_divided_again(tmp_path):
     """As `torchrun --numa-binding exclusive` and `node` do, and mpirun."""
     own = [frozenset(range(4 * rank, 4 * rank + 4)) for rank in range(4)]
     files = ranks(eight_gpus(), [listed(one) for one in own])
@@ -114,7 +114,7 @@ def test_what_a_launcher_gave_is_not_divided_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("siblings", [1, 2])
-def test_eight_ranks_on_two_nodes(siblings: int, tmp_path: Path) -> None:
+def test_eight_ranks_on_two_nodes(siblings, tmp_path):
     here = hosts(tmp_path, 8, [frozenset(range(144))] * 8, eight_gpus(siblings=siblings))
     found = [cores.share(host, GPUS[rank]) for rank, host in enumerate(here)]
     assert are_disjoint(found)
@@ -126,14 +126,14 @@ def test_eight_ranks_on_two_nodes(siblings: int, tmp_path: Path) -> None:
     assert [len(cores.share(one)) for one in here] == [18] * 8
 
 
-def test_ranks_with_some_of_the_gpus_take_cpus_near_them(tmp_path: Path) -> None:
+def test_ranks_with_some_of_the_gpus_take_cpus_near_them(tmp_path):
     """As if ranks were spread over the nodes as CPUs are."""
     here = hosts(tmp_path, 3, [frozenset(range(144))] * 3, eight_gpus())
     found = [cores.share(host, GPUS[gpu]) for host, gpu in zip(here, (0, 1, 7), strict=True)]
     assert found == [set(range(36)), set(range(36, 72)), set(range(72, 108))]
 
 
-def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path: Path) -> None:
+def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path):
     here = hosts(tmp_path, 8, [frozenset(range(80, 90))] * 8, eight_gpus())
     found = [cores.share(host, GPUS[rank]) for rank, host in enumerate(here)]
     assert all(found)
@@ -141,7 +141,7 @@ def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path: Path) -> None:
     assert are_disjoint(found[4:])
 
 
-def test_fewer_cpus_than_ranks(tmp_path: Path) -> None:
+def test_fewer_cpus_than_ranks(tmp_path):
     shares = [cores.share(one) for one in hosts(tmp_path, 5, [frozenset({3, 7})] * 5)]
     assert [len(one) for one in shares] == [1] * 5
     assert frozenset.union(*shares) == {3, 7}
@@ -156,15 +156,7 @@ def test_fewer_cpus_than_ranks(tmp_path: Path) -> None:
     st.lists(st.integers(0, 7), min_size=12, max_size=12),
     st.booleans(),
 )
-def test_every_rank_gets_cpus_that_it_may_use(
-    tmp_path_factory: pytest.TempPathFactory,
-    count: int,
-    allowed: frozenset[int],
-    siblings: int,
-    nodes: int,
-    gpus: list[int],
-    is_bound: bool,
-) -> None:
+def test_every_rank_gets_cpus_that_it_may_use(tmp_path_factory, count, allowed, siblings, nodes, gpus, is_bound):
     """Whatever GPUs ranks have, and wherever a launcher has bound them; without a GPU each CPU goes to one rank."""
     files = eight_gpus(nodes, 32, siblings)
     root = tmp_path_factory.mktemp("machine")
@@ -196,7 +188,7 @@ for _ in sys.stdin:
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_two_processes() -> None:
+def test_two_processes():
     environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
     ranks = [
         subprocess.Popen(
@@ -209,11 +201,11 @@ def test_two_processes() -> None:
         for rank in range(2)
     ]
 
-    def told() -> list[list[int]]:
+    def told():
         for one in ranks:
-            one.stdin.write("\n")  # type: ignore[union-attr]
-            one.stdin.flush()  # type: ignore[union-attr]
-        return [json.loads(one.stdout.readline()) for one in ranks]  # type: ignore[union-attr]
+            one.stdin.write("\n")
+            one.stdin.flush()
+        return [json.loads(one.stdout.readline()) for one in ranks]
 
     allowed = sorted(os.sched_getaffinity(0))
     (first, *here), (second, *there) = told()

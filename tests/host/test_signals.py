@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -39,7 +39,7 @@ class PlantedError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def usual_handlers() -> Iterator[None]:
+def usual_handlers():
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background
     others = set(CAUGHT) - {signal.SIGALRM}  # which the limit of a test's time uses
     before = {one: signal.getsignal(one) for one in others}
@@ -171,20 +171,20 @@ def in_section(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_ctrl_c_comes_after_the_outermost_context(depth: int) -> None:
+def test_ctrl_c_comes_after_the_outermost_context(depth):
     for _ in range(2):  # usable again
-        reached: list[str] = []
+        reached = []
         with pytest.raises(KeyboardInterrupt):
             interrupted(reached, depth=depth)
         assert reached == ["the end"] * depth
 
 
 @pytest.mark.parametrize("send", [signal.raise_signal, _thread.interrupt_main], ids=["a signal", "interrupt_main"])
-def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send: Callable[[int], None]) -> None:
+def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send):
     order = random.Random(0).sample(CAUGHT, len(CAUGHT)) + [signal.SIGINT] * 3
     with Handlers(CAUGHT) as handlers:
 
-        def send_all() -> None:
+        def send_all():
             for number in order:
                 send(number)
             assert handlers.seen == []
@@ -199,7 +199,7 @@ def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send: Cal
         assert chain(caught.value) == [signal.SIGINT, body]
 
 
-def test_an_error_inside_is_not_lost() -> None:
+def test_an_error_inside_is_not_lost():
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupted([], error=ValueError("inside"))
     assert isinstance(caught.value.__context__, ValueError)
@@ -208,7 +208,7 @@ def test_an_error_inside_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("marked", [SOME[:1], SOME[:2], SOME])
-def test_what_was_due_before_comes_before(marked: tuple[int, ...]) -> None:
+def test_what_was_due_before_comes_before(marked):
     """All of it; where it raises, nothing has begun."""
     section = deferred_signals()
     with Handlers() as handlers:
@@ -227,11 +227,11 @@ def test_what_was_due_before_comes_before(marked: tuple[int, ...]) -> None:
         assert Counter(chain(caught.value)) == dict.fromkeys(marked, 2)
 
 
-def test_a_handler_may_do_as_it_likes() -> None:
+def test_a_handler_may_do_as_it_likes():
     """Enter contexts of its own, raise and get signals, set handlers: also while another context begins or ends."""
     left = 5
 
-    def act(number: int) -> None:
+    def act(number):
         nonlocal left
         with deferred_signals():
             before = len(handlers.seen)
@@ -253,11 +253,11 @@ def test_a_handler_may_do_as_it_likes() -> None:
         assert (left, set(handlers.seen)) == (0, set(SOME))
 
 
-def test_a_section_defers_all_although_handlers_had_their_own_while_it_began() -> None:
+def test_a_section_defers_all_although_handlers_had_their_own_while_it_began():
     """Each of those has put handlers back; the next one is due while half of them are replaced again."""
     left = 10
 
-    def act(number: int) -> None:
+    def act(number):
         nonlocal left
         in_section(bool)
         if left:
@@ -275,9 +275,9 @@ def test_a_section_defers_all_although_handlers_had_their_own_while_it_began() -
         assert set(handlers.seen) == set(SOME)
 
 
-def test_a_handler_that_was_replaced_is_not_called() -> None:
+def test_a_handler_that_was_replaced_is_not_called():
     """By another one at the first signal, which is to get the second; or inside, after which it stays."""
-    second: list[int] = []
+    second = []
     with Handlers(then=lambda number: signal.signal(number, lambda number, frame: second.append(number))) as handlers:
         with deferred_signals():
             signal.raise_signal(signal.SIGTERM)
@@ -291,12 +291,12 @@ def test_a_handler_that_was_replaced_is_not_called() -> None:
             signal.signal(number, handlers.handle)
 
 
-def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends() -> None:
+def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends():
     """Not even for a moment: one signal after the other comes, each while the handlers are put back."""
     left = 20
-    seen: list[int] = []
+    seen = []
 
-    def act(number: int, frame: FrameType | None) -> None:
+    def act(number, frame):
         nonlocal left
         if left:
             left -= 1
@@ -315,8 +315,8 @@ def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends
             signal.signal(number, handlers.handle)
 
 
-def test_a_second_signal_may_end_the_process() -> None:
-    def twice() -> None:
+def test_a_second_signal_may_end_the_process():
+    def twice():
         signal.signal(signal.SIGINT, lambda number, frame: signal.signal(number, signal.SIG_DFL))
         with deferred_signals():
             signal.raise_signal(signal.SIGINT)
@@ -354,23 +354,23 @@ def lines_of_a_section(at: int, do: Callable[[], None], body: list[int]) -> bool
 
 
 @pytest.mark.parametrize("more", [(), (signal.SIGTERM,), SOME[1:]], ids=len)
-def test_a_section_is_whole_whichever_line_is_interrupted(more: tuple[int, ...]) -> None:
+def test_a_section_is_whole_whichever_line_is_interrupted(more):
     """Also where other signals come while the first one's exception makes its way."""
 
-    def act(number: int) -> None:
+    def act(number):
         if number == signal.SIGINT:
             at_once(*mark(*more))
         raise PlantedError(number)
 
-    def attempt() -> None:
+    def attempt():
         was_there.append(lines_of_a_section(at, partial(signal.raise_signal, signal.SIGINT), body))
 
     bodies = set()
-    was_there: list[bool] = []
+    was_there = []
     at = 0
     with Handlers(then=act) as handlers:
         while not was_there:
-            body: list[int] = []
+            body = []
             shielded(attempt)
             assert body in ([], [1, 2, 3])
             bodies.add(len(body))
@@ -389,13 +389,13 @@ def test_a_section_is_whole_whichever_line_is_interrupted(more: tuple[int, ...])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", [0, 3])
-def test_each_signal_of_another_process_comes_once(errors: int) -> None:
+def test_each_signal_of_another_process_comes_once(errors):
     """At whichever instruction of the C functions: each is sent when the one before has been seen."""
     count = 2_000 if DEEP else 40
     numbers = memoryview(mmap.mmap(-1, 8)).cast("Q")
     process = os.getpid()
 
-    def send() -> None:
+    def send():
         chance = random.Random(3)
         for i in range(count):
             os.kill(process, chance.choice(SOME))
@@ -404,7 +404,7 @@ def test_each_signal_of_another_process_comes_once(errors: int) -> None:
             for _ in range(chance.randrange(60)):
                 pass
 
-    def seen(number: int) -> None:
+    def seen(number):
         numbers[0] += 1
         handlers.fail_inside(number)
 
@@ -422,7 +422,7 @@ def test_each_signal_of_another_process_comes_once(errors: int) -> None:
 
 
 @pytest.mark.parametrize("errors", [0, 3])
-def test_signals_of_every_timer_wait_for_the_end_of_a_section(errors: int) -> None:
+def test_signals_of_every_timer_wait_for_the_end_of_a_section(errors):
     """At intervals about as long as a section."""
     timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
     numbers = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
@@ -445,7 +445,7 @@ def test_signals_of_every_timer_wait_for_the_end_of_a_section(errors: int) -> No
     assert set(handlers.seen) == set(numbers)
 
 
-def test_a_wakeup_fd_gets_each_signal_at_once_and_once() -> None:
+def test_a_wakeup_fd_gets_each_signal_at_once_and_once():
     reader, writer = socket.socketpair()
     with reader, writer, Handlers(then=lambda number: None):
         reader.setblocking(False)
@@ -462,7 +462,7 @@ def test_a_wakeup_fd_gets_each_signal_at_once_and_once() -> None:
             signal.set_wakeup_fd(before)
 
 
-def test_an_action_of_the_system_stays_as_it_was() -> None:
+def test_an_action_of_the_system_stays_as_it_was():
     """Flags that Python did not set, and functions in C that call Python's."""
     with Handlers((signal.SIGUSR1, signal.SIGUSR2), lambda number: None), tempfile.TemporaryFile() as file:
         signal.siginterrupt(signal.SIGUSR1, False)
@@ -476,7 +476,7 @@ def test_an_action_of_the_system_stays_as_it_was() -> None:
         signal.siginterrupt(signal.SIGUSR1, True)
 
 
-def test_a_default_action_is_left_alone() -> None:
+def test_a_default_action_is_left_alone():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with deferred_signals():
@@ -486,12 +486,12 @@ def test_a_default_action_is_left_alone() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_have_nothing_to_defer() -> None:
-    def enter() -> None:
+def test_other_threads_have_nothing_to_defer():
+    def enter():
         with deferred_signals():
             handlers.append(signal.getsignal(signal.SIGINT))
 
-    handlers: list[object] = []
+    handlers = []
     in_thread(enter)
     assert handlers == [signal.getsignal(signal.SIGINT)]
 
@@ -503,7 +503,7 @@ def in_thread(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("by", [in_thread, operator.call], ids=["another thread", "itself"])
-def test_a_child_that_is_forked_inside_has_its_handlers(by: Callable[[Callable[[], object]], None]) -> None:
+def test_a_child_that_is_forked_inside_has_its_handlers(by):
     if by is in_thread and "SUPERADAM_IS_ALONE" not in os.environ:
         # In a process of its own: what other tests have loaded need not survive a fork by a thread.
         this = f"{__file__}::test_a_child_that_is_forked_inside_has_its_handlers[another thread]"
@@ -512,7 +512,7 @@ def test_a_child_that_is_forked_inside_has_its_handlers(by: Callable[[Callable[[
         return
     codes = []
 
-    def in_child() -> None:
+    def in_child():
         handlers.check()
         assert not handlers.seen  # what came before the fork is the parent's
         for _ in range(2):
@@ -522,7 +522,7 @@ def test_a_child_that_is_forked_inside_has_its_handlers(by: Callable[[Callable[[
                 interrupted([])
         assert handlers.seen == [signal.SIGINT] * 4
 
-    def fork_inside() -> None:
+    def fork_inside():
         signal.raise_signal(signal.SIGTERM)
         by(lambda: codes.append(exit_code_of_child(in_child)))
         assert handlers.seen == []

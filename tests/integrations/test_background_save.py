@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +58,7 @@ class Gate:
 
 
 @pytest.fixture(autouse=True)
-def gates_end_open() -> Iterator[None]:
+def gates_end_open():
     yield
     while Gate.made:
         Gate.made.pop().open()
@@ -89,14 +89,8 @@ WAYS = [(torch.optim.AdamW, "plain"), *((SpeculativeCPUAdamW, way) for way in ("
 @pytest.mark.parametrize("count", [0, 7])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_content_is_that_of_its_step_and_training_has_the_same_bits(
-    kind: Any,
-    dtype: torch.dtype,
-    way: str,
-    count: int,
-    steps: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind, dtype, way, count, steps, tmp_path, monkeypatch
+):
     """After any number of tensors was written when training goes on."""
     gate = Gate(monkeypatch, count)
     dtype = torch.bfloat16 if way == "resident" else dtype  # fp32 has masters there
@@ -187,15 +181,7 @@ REACHES: dict[str, Callable[[Model, Any], object]] = {
         (SpeculativeCPUAdamW, "overlap", {"moments": "8bit", "master": "24bit"}),
     ],
 )
-def test_nothing_reaches_what_is_being_saved(
-    kind: Any,
-    way: str,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    reach: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_reaches_what_is_being_saved(kind, way, options, dtype, reach, tmp_path, monkeypatch):
     gate = Gate(monkeypatch, 3)
     model, optimizer = make(kind, dtype, **options)
     scheduler = OffloadScheduler(optimizer, model, num_threads=1) if way == "overlap" else None
@@ -216,7 +202,7 @@ def test_nothing_reaches_what_is_being_saved(
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_memory_that_was_freed_before_is_refused(kind: Any, waits: bool, tmp_path: Path) -> None:
+def test_memory_that_was_freed_before_is_refused(kind, waits, tmp_path):
     model = torch.nn.Linear(300, 300)
     model.weight.requires_grad_(False)
     optimizer = kind([model.bias])
@@ -233,7 +219,7 @@ def test_memory_that_was_freed_before_is_refused(kind: Any, waits: bool, tmp_pat
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("smaller", [{}, {"moments": "8bit"}, {"master": "24bit"}], ids=str)
-def test_write_past_version_counters_before_the_save_is_saved(smaller: Any, waits: bool, tmp_path: Path) -> None:
+def test_write_past_version_counters_before_the_save_is_saved(smaller, waits, tmp_path):
     """Although a working copy is saved as its rounded master, and only samples tell of the write."""
     model = torch.nn.Linear(64, 64).bfloat16()
     optimizer = SpeculativeCPUAdamW(model.parameters(), **smaller)
@@ -298,15 +284,13 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     ("kind", "options"),
     [(torch.optim.AdamW, {}), (SpeculativeCPUAdamW, {}), (SpeculativeCPUAdamW, {"moments": "bf16", "master": "24bit"})],
 )
-def test_content_is_that_of_a_save_that_waits(
-    kind: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_that_of_a_save_that_waits(kind, options, tmp_path, monkeypatch):
     """Also where parameters that are not trained, and buffers, lie on the memory of those that are."""
     model = Odd()
     trained = [model.weight, model.across, model.wide]
     optimizer = kind(trained, **options)
 
-    def step() -> None:
+    def step():
         for parameter in trained:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
@@ -330,9 +314,7 @@ def test_content_is_that_of_a_save_that_waits(
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_torch_that_does_not_write_one_tensor_after_the_other_is_refused(
-    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_that_does_not_write_one_tensor_after_the_other_is_refused(waits, tmp_path, monkeypatch):
     """A tensor that was decoded has no memory any more when the next one is asked for."""
     model = torch.nn.Linear(64, 64).bfloat16()
     optimizer = SpeculativeCPUAdamW(model.parameters(), moments="8bit", master="24bit")
@@ -347,7 +329,7 @@ def test_torch_that_does_not_write_one_tensor_after_the_other_is_refused(
     assert not list(tmp_path.glob("*save-*"))
 
 
-def test_forked_process_saves_beside_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_process_saves_beside_a_save(tmp_path, monkeypatch):
     """It waits for no writer, and what it copies goes to memory of its own."""
     gate = Gate(monkeypatch)
     model, optimizer = make(SpeculativeCPUAdamW)
@@ -355,7 +337,7 @@ def test_forked_process_saves_beside_a_save(tmp_path: Path, monkeypatch: pytest.
     before = content(model, optimizer)
     path = save(tmp_path / "run", model, optimizer, wait=False)
 
-    def save_again() -> None:
+    def save_again():
         gate.open()
         write(model.parameters())
         save(tmp_path / "forked", model, optimizer, wait=False)
@@ -373,10 +355,10 @@ def test_forked_process_saves_beside_a_save(tmp_path: Path, monkeypatch: pytest.
     assert all(parameter.eq(7).all() for parameter in other[0].parameters())
 
 
-def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
+def test_threads_begin_their_saves_one_after_the_other(tmp_path):
     paths = list[Path]()
 
-    def begin(number: int) -> None:
+    def begin(number):
         paths.append(save(tmp_path / str(number), *make(SpeculativeCPUAdamW, seed=number), wait=False))
 
     threads = [threading.Thread(target=begin, args=(number,)) for number in range(4)]
@@ -396,20 +378,15 @@ def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
     ("waits", "moment"), [(True, (FileSystemWriter, "write_data")), (False, (checkpoint_tensors, "bytes_of_copies"))]
 )
 def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
-    kind: Any,
-    smaller: dict[str, str],
-    waits: bool,
-    moment: tuple[Any, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind, smaller, waits, moment, tmp_path, monkeypatch
+):
     """Or it would hold tensors of two steps."""
     model, optimizer = make(kind, torch.bfloat16, **smaller)
     train(model, optimizer)
     save(tmp_path, model, optimizer)
     reach, trainers = getattr(*moment), list[threading.Thread]()
 
-    def step_before(*arguments: Any) -> Any:
+    def step_before(*arguments):
         if not trainers:
             trainers.append(threading.Thread(target=train, args=(model, optimizer)))
             trainers[0].start()
@@ -437,9 +414,7 @@ def in_a_while(work: Callable[[], object], seconds: float = 0.05) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("waiting", ["wait", "save"])
-def test_interrupt_of_what_waits_for_the_writer(
-    kind: Any, waiting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_of_what_waits_for_the_writer(kind, waiting, tmp_path, monkeypatch):
     """It changes nothing, and the save goes on."""
     gate = Gate(monkeypatch)
     model, optimizer = make(kind)
@@ -458,7 +433,7 @@ def test_interrupt_of_what_waits_for_the_writer(
 @pytest.mark.filterwarnings(  # Ctrl-C in a callback of the collector or of a weak reference, where Python loses it
     "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
 )
-def test_interrupt_of_a_save_at_random_moments(tmp_path: Path) -> None:
+def test_interrupt_of_a_save_at_random_moments(tmp_path):
     """No step waits afterwards for a writer that is not there, and the next save is made."""
     generator = torch.Generator().manual_seed(0)
     model, optimizer = make(SpeculativeCPUAdamW)
@@ -488,7 +463,7 @@ def test_interrupt_of_a_save_at_random_moments(tmp_path: Path) -> None:
     assert content(*other) == content(model, optimizer) == content(*plain)
 
 
-def test_thread_that_cannot_start_leaves_training_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_that_cannot_start_leaves_training_as_it_was(tmp_path, monkeypatch):
     model, optimizer = make(SpeculativeCPUAdamW)
     train(model, optimizer)
     with monkeypatch.context() as context:
@@ -504,14 +479,12 @@ def test_thread_that_cannot_start_leaves_training_as_it_was(tmp_path: Path, monk
     [({}, 12), ({"moments": "8bit", "master": "24bit"}, 3 + 2 * (1 + 1 / 64))],
     ids=["fp32", "8bit and 24bit"],
 )
-def test_copies_take_what_the_state_takes_and_the_next_save_uses_them_again(
-    options: dict[str, Any], each: float, tmp_path: Path
-) -> None:
+def test_copies_take_what_the_state_takes_and_the_next_save_uses_them_again(options, each, tmp_path):
     """And one tensor more, which is decoded or rounded."""
     tensors, numel = 8, 1 << 19
     largest = 4 * numel
 
-    def measure() -> None:
+    def measure():
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what was freed does not stay with the allocator
         parameters = [torch.nn.Parameter(torch.ones(numel // 64, 64).bfloat16()) for _ in range(tensors)]
         model = torch.nn.ParameterList(parameters)
@@ -533,7 +506,7 @@ def test_copies_take_what_the_state_takes_and_the_next_save_uses_them_again(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_save_refers_to_nothing_of_training(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_refers_to_nothing_of_training(kind, tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     model, optimizer = make(kind, torch.bfloat16)
     train(model, optimizer)
@@ -549,9 +522,7 @@ def test_save_refers_to_nothing_of_training(kind: Any, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("lack", ["the machine's", "the system's", "torch's"])
-def test_no_memory_for_the_copies_is_one_sentence(
-    kind: Any, lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_the_copies_is_one_sentence(kind, lack, tmp_path, monkeypatch):
     model, optimizer = make(kind)
     train(model, optimizer)
     before = content(model, optimizer)
@@ -559,7 +530,7 @@ def test_no_memory_for_the_copies_is_one_sentence(
     save(folder, model, optimizer)
     files = sorted(folder.rglob("*"))
 
-    def refuse(*given: Any, **named: Any) -> Any:
+    def refuse(*given, **named):
         if lack == "torch's":
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
         raise OSError(12, "Cannot allocate memory")
@@ -588,14 +559,14 @@ def test_no_memory_for_the_copies_is_one_sentence(
     assert content(model, optimizer) == before
 
 
-def test_failure_is_raised_at_the_next_call_and_training_goes_on(tmp_path: Path) -> None:
+def test_failure_is_raised_at_the_next_call_and_training_goes_on(tmp_path):
     model, optimizer = make(SpeculativeCPUAdamW)
     plain = make(SpeculativeCPUAdamW)
     train(model, optimizer)
     save(tmp_path, model, optimizer, extra="older")
     files = sorted(tmp_path.rglob("*"))
 
-    def fail() -> None:
+    def fail():
         for call in (wait, lambda: save(tmp_path, model, optimizer), lambda: load(tmp_path, model, optimizer)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
             save(tmp_path, model, optimizer, wait=False)
@@ -632,13 +603,11 @@ save(sys.argv[1], model, optimizer, extra="the last", wait=False)
 @pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.parametrize("delay", [0.01, *(pytest.param(ms / 1000, marks=pytest.mark.deep) for ms in range(0, 50, 3))])
-def test_save_that_is_killed_leaves_a_whole_one_and_the_interpreter_ends_when_the_save_has(
-    delay: float, tmp_path: Path
-) -> None:
+def test_save_that_is_killed_leaves_a_whole_one_and_the_interpreter_ends_when_the_save_has(delay, tmp_path):
     pair = make(SpeculativeCPUAdamW, torch.bfloat16)
     folder, begun = tmp_path / "run", tmp_path / "begun"
 
-    def save_until_killed() -> None:
+    def save_until_killed():
         for step in range(100):
             train(*pair, 1, seed=step)
             save(folder, *pair, extra=step, wait=False)

@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_newest_is_found_and_the_older_ones_beyond_keep_are_deleted(tmp_path: Path) -> None:
+def test_newest_is_found_and_the_older_ones_beyond_keep_are_deleted(tmp_path):
     folder = tmp_path / "new" / "folder"
     for number in range(1, 5):
         assert save(folder, str(number).encode()).name == f"save-{number:08}"
@@ -51,7 +51,7 @@ def test_newest_is_found_and_the_older_ones_beyond_keep_are_deleted(tmp_path: Pa
     assert (there.newest.name, [other.name for other in there.others]) == ("save-00000004", ["save-00000003"])
 
 
-def test_flipped_bit_in_any_byte_is_refused(tmp_path: Path) -> None:
+def test_flipped_bit_in_any_byte_is_refused(tmp_path):
     older = save(tmp_path, b"older")
     newest = save(tmp_path, b"newer")
     for path in [tmp_path / "latest", *newest.iterdir()]:
@@ -69,7 +69,7 @@ def test_flipped_bit_in_any_byte_is_refused(tmp_path: Path) -> None:
     assert look(tmp_path).others == [older]
 
 
-def test_missing_resized_and_additional_files_are_refused(tmp_path: Path) -> None:
+def test_missing_resized_and_additional_files_are_refused(tmp_path):
     save(tmp_path)
     newest = save(tmp_path)
     for name in ("a", ".b", "manifest.json", "../latest"):
@@ -87,7 +87,7 @@ def test_missing_resized_and_additional_files_are_refused(tmp_path: Path) -> Non
         verify(tmp_path)
 
 
-def test_files_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_checkpoint_are_refused(tmp_path):
     """Also where all of them are intact: `latest` knows the manifest."""
     older, newest = save(tmp_path, b"older"), save(tmp_path, b"newer")
     for path in older.iterdir():
@@ -96,7 +96,7 @@ def test_files_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-def test_other_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(checkpoint_folder, "FORMAT", 3)
         path = save(tmp_path)
@@ -105,7 +105,7 @@ def test_other_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         verify(tmp_path)
 
 
-def test_failed_save_leaves_nothing_and_the_older_one(tmp_path: Path) -> None:
+def test_failed_save_leaves_nothing_and_the_older_one(tmp_path):
     """Nor is it written to again: ranks of a save whose rank 0 was killed may go on writing."""
     save(tmp_path)
     before, parts = names(tmp_path), set()
@@ -118,7 +118,7 @@ def test_failed_save_leaves_nothing_and_the_older_one(tmp_path: Path) -> None:
     verify(tmp_path)
 
 
-def test_files_that_rank_0_does_not_see_are_not_published(tmp_path: Path) -> None:
+def test_files_that_rank_0_does_not_see_are_not_published(tmp_path):
     with ExitStack() as stack:
         part = begin(tmp_path, stack, {look(tmp_path).state})
         with pytest.raises(CheckpointError, match="__1_0 is damaged: its bytes are none, expected 5"):
@@ -126,7 +126,7 @@ def test_files_that_rank_0_does_not_see_are_not_published(tmp_path: Path) -> Non
     assert names(tmp_path) == [".lock"]
 
 
-def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path):
     for name in [".save-00000001.0badcafe.part", ".save-.part"]:
         (tmp_path / name / "below").mkdir(parents=True)
     others = [".shared-new", ".other.part", "save-1", "save-00000001.old", "mine", ".save-00000007.link.part"]
@@ -144,7 +144,7 @@ def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path: Path) -> N
     assert names(tmp_path) == sorted([*others, ".lock", "latest", "save-00000002"])
 
 
-def test_save_under_way_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_under_way_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.3)
     with ExitStack() as stack:
         part = begin(tmp_path, stack, {look(tmp_path).state})
@@ -155,14 +155,12 @@ def test_save_under_way_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     save(tmp_path)
 
 
-def test_content_is_on_the_disk_before_its_name_and_the_name_before_it_is_latest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_it_is_latest(tmp_path, monkeypatch):
     save(tmp_path, keep=1)
-    calls: list[str] = []
+    calls = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
-    def synchronize(descriptor: int) -> None:
+    def synchronize(descriptor):
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         calls.append(f"{'file' if kind == stat.S_IFREG else 'names'} {'in part' if 'save' in str(path) else 'here'}")
@@ -180,11 +178,11 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_it_is_latest
     ]
 
 
-def test_save_waits_for_the_end_of_another_one(tmp_path: Path) -> None:
+def test_save_waits_for_the_end_of_another_one(tmp_path):
     """Which is that of its process, though a child of it may still have the file open."""
     reading, writing = os.pipe()
 
-    def save_slowly() -> None:
+    def save_slowly():
         with ExitStack() as stack:
             begin(tmp_path, stack, ())
             child = os.fork()
@@ -210,7 +208,7 @@ def test_save_waits_for_the_end_of_another_one(tmp_path: Path) -> None:
     assert names(tmp_path) == [".lock", "latest", "save-00000001"]
 
 
-def test_checkpoint_of_another_run_is_never_deleted(tmp_path: Path) -> None:
+def test_checkpoint_of_another_run_is_never_deleted(tmp_path):
     """Even where somebody has copied it there."""
     theirs = save(tmp_path / "theirs")
     folder = tmp_path / "ours"
@@ -224,7 +222,7 @@ def test_checkpoint_of_another_run_is_never_deleted(tmp_path: Path) -> None:
     assert verify(folder).name == "save-00000010"
 
 
-def test_one_whose_run_cannot_be_read_is_deleted_as_before(tmp_path: Path) -> None:
+def test_one_whose_run_cannot_be_read_is_deleted_as_before(tmp_path):
     for content in (b"", b"[]", b"{", b"[" * 100_000):
         (save(tmp_path) / "manifest.json").write_bytes(content)
     states = {look(tmp_path).state}
@@ -233,7 +231,7 @@ def test_one_whose_run_cannot_be_read_is_deleted_as_before(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_first_save_that_is_killed_at_any_moment_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
+def test_first_save_that_is_killed_at_any_moment_leaves_none_or_a_whole_one(tmp_path):
     """And the next one goes on from there, whoever makes it."""
     seen = []
     for number in range(1000):

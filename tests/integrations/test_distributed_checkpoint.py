@@ -88,9 +88,7 @@ def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}])
-def test_every_bit_comes_back_and_training_goes_on(
-    kind: Any, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_every_bit_comes_back_and_training_goes_on(kind, dtype, options, tmp_path):
     model, optimizer = make(kind, dtype, **options)
     train(model, optimizer)
     model.second.bias.requires_grad_(False)  # its state stays
@@ -113,7 +111,7 @@ def test_every_bit_comes_back_and_training_goes_on(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizer_that_has_not_stepped_stays_so(kind: Any, tmp_path: Path) -> None:
+def test_optimizer_that_has_not_stepped_stays_so(kind, tmp_path):
     model, optimizer = make(kind, torch.bfloat16)
     before = content(model, optimizer)
     save(tmp_path, model, optimizer)
@@ -158,9 +156,7 @@ def make_groups(kind: Any, layout: list[list[int]], *, seed: int, lr: float, is_
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("wait", "is_frozen"), [(True, False), (False, True)])
-def test_groups_may_have_no_parameters_or_only_frozen_ones(
-    kind: Any, layout: str, wait: bool, is_frozen: bool, tmp_path: Path
-) -> None:
+def test_groups_may_have_no_parameters_or_only_frozen_ones(kind, layout, wait, is_frozen, tmp_path):
     model, optimizer = make_groups(kind, LAYOUTS[layout], seed=0, lr=0.01, is_frozen=is_frozen)
     train(model, optimizer)
     before = content(model, optimizer)
@@ -174,7 +170,7 @@ def test_groups_may_have_no_parameters_or_only_frozen_ones(
 
 
 @pytest.mark.parametrize("layout", ["first", "middle", "last"])
-def test_group_without_parameters_keeps_its_values_where_torch_loses_them(layout: str) -> None:
+def test_group_without_parameters_keeps_its_values_where_torch_loses_them(layout):
     """torch's own way leaves such a group without values, unless it is the last."""
     groups = LAYOUTS[layout]
     model, optimizer = make_groups(SpeculativeCPUAdamW, groups, seed=0, lr=0.01)
@@ -191,7 +187,7 @@ def test_group_without_parameters_keeps_its_values_where_torch_loses_them(layout
     assert content(other, other_optimizer)["optimizer"]["state"] == content(model, optimizer)["optimizer"]["state"]
 
 
-def test_group_with_parameters_is_not_completed() -> None:
+def test_group_with_parameters_is_not_completed():
     _, optimizer = make_groups(SpeculativeCPUAdamW, LAYOUTS["first"], seed=0, lr=0.01)
     theirs = torch.optim.SGD([{"params": group["params"]} for group in optimizer.param_groups])
     with pytest.raises(ValueError, match="group 1 of the state dict lacks betas, eps"):
@@ -199,7 +195,7 @@ def test_group_with_parameters_is_not_completed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_of_torch_comes_without_masters_and_goes_without(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_state_of_torch_comes_without_masters_and_goes_without(dtype, tmp_path):
     """Loading a file is loading the state dict; torch keeps the moments in the parameters' dtype."""
     theirs = make(torch.optim.AdamW, dtype)
     train(*theirs)
@@ -220,7 +216,7 @@ def test_state_of_torch_comes_without_masters_and_goes_without(dtype: torch.dtyp
     assert content(*back) == content(*same)
 
 
-def test_group_keys_that_the_file_lacks_stay(tmp_path: Path) -> None:
+def test_group_keys_that_the_file_lacks_stay(tmp_path):
     model, optimizer = make(torch.optim.AdamW)
     train(model, optimizer)
     for group in optimizer.param_groups:
@@ -233,12 +229,12 @@ def test_group_keys_that_the_file_lacks_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"eps": 0.0, "max_grad_norm": 1.0}])
 @pytest.mark.parametrize("has_scheduler", [False, True])
-def test_torch_makes_its_template_without_a_trace(options: dict[str, Any], has_scheduler: bool) -> None:
+def test_torch_makes_its_template_without_a_trace(options, has_scheduler):
     """Its step has zero gradients, and moments would decay towards the parameters (L2), or become 0/0."""
     model, optimizer = make(SpeculativeCPUAdam, torch.bfloat16, weight_decay=0.5, amsgrad=True, **options)
     same, same_optimizer = make(SpeculativeCPUAdam, torch.bfloat16, weight_decay=0.5, amsgrad=True, **options)
     scheduler = OffloadScheduler(optimizer, model) if has_scheduler else None
-    template: Any = get_optimizer_state_dict(model, optimizer)
+    template = get_optimizer_state_dict(model, optimizer)
     assert set(template["state"]) == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         entry = template["state"][name]
@@ -262,7 +258,7 @@ def test_torch_makes_its_template_without_a_trace(options: dict[str, Any], has_s
     assert states[0] == states[1] == states[2]
 
 
-def test_true_first_step_with_zero_gradients_and_rate_counts() -> None:
+def test_true_first_step_with_zero_gradients_and_rate_counts():
     model, optimizer = make(SpeculativeCPUAdamW)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -290,13 +286,13 @@ def refused(folder: Path, model: Model, optimizer: Any) -> str:
 
 
 @pytest.fixture
-def pair() -> tuple[Model, Any]:
+def pair():
     model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
     train(model, optimizer)
     return model, optimizer
 
 
-def test_damage_anywhere_is_refused_and_the_intact_one_named(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_damage_anywhere_is_refused_and_the_intact_one_named(pair, tmp_path):
     older, newest = save(tmp_path, *pair, extra="older"), save(tmp_path, *pair)
     other = make(SpeculativeCPUAdamW, torch.bfloat16, seed=5)
     paths = [tmp_path / "latest", *newest.iterdir()]
@@ -317,7 +313,7 @@ def test_damage_anywhere_is_refused_and_the_intact_one_named(pair: tuple[Model, 
     assert "no other one in it is intact" in refused(tmp_path, *other)
 
 
-def test_nothing_there_is_refused(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_nothing_there_is_refused(pair, tmp_path):
     assert "latest is missing" in refused(tmp_path, *pair)
     assert "latest is missing" in refused(tmp_path / "absent", *pair)
     (tmp_path / "file").touch()
@@ -338,9 +334,7 @@ NO_COUNT = r"keep is .*, expected a whole number of at least 1"
         ({"optimizer": make(torch.optim.AdamW)[1]}, "the optimizer has parameters that the model lacks"),
     ],
 )
-def test_what_cannot_be_saved_is_one_sentence(
-    options: dict[str, Any], words: str, wait: bool, pair: tuple[Model, Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_saved_is_one_sentence(options, words, wait, pair, tmp_path):
     """Pickles are not executed but for DCP's own metadata, so that there are none to load."""
     model, optimizer = pair
     given = {"optimizer": optimizer, "wait": wait, **options}
@@ -358,7 +352,7 @@ class Hooked(nn.Module):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_hook_that_raises_leaves_no_untrue_sentence(kind: Any, tmp_path: Path) -> None:
+def test_hook_that_raises_leaves_no_untrue_sentence(kind, tmp_path):
     """The optimizer is loaded by then."""
     model, optimizer = make(kind)
     model.hooked = Hooked()
@@ -396,20 +390,18 @@ def other_model(change: Callable[[Model], object]) -> tuple[Model, Any]:
         (lambda model: setattr(model, "new", nn.Parameter(torch.ones(1))), "other parameter groups than the optimizer"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused(
-    change: Callable[[Model], object], words: str, pair: tuple[Model, Any], tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_model_is_refused(change, words, pair, tmp_path):
     save(tmp_path, *pair)
     assert re.search(words, refused(tmp_path, *other_model(change)))
 
 
-def test_full_disk_is_one_sentence_and_the_older_one_stays(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_full_disk_is_one_sentence_and_the_older_one_stays(pair, tmp_path):
     """At whichever file it is full."""
     save(tmp_path, *pair, extra="older")
     before = sorted(tmp_path.rglob("*"))
     sizes = sorted(path.stat().st_size for path in (tmp_path / "save-00000001").iterdir())
 
-    def fail() -> None:
+    def fail():
         for limit in [0, *(size - 1 for size in sizes)]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             with pytest.raises(CheckpointError) as error:
@@ -426,17 +418,15 @@ def test_full_disk_is_one_sentence_and_the_older_one_stays(pair: tuple[Model, An
     assert load(tmp_path, *pair) == "older"
 
 
-def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
-    pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synchronized: dict[str, int] = {}
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(pair, tmp_path, monkeypatch):
+    synchronized = {}
     fsync, rename = os.fsync, os.rename
 
-    def note(descriptor: int) -> None:
+    def note(descriptor):
         synchronized[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
         fsync(descriptor)
 
-    def check(part: Path, path: Path) -> None:
+    def check(part, path):
         if path.name == "save-00000001":
             files = {str(file): file.stat().st_size for file in part.iterdir()}
             manifest = files.pop(str(part / "manifest.json"))  # had another name, as test_checkpoint_folder.py knows
@@ -451,11 +441,11 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
     save(tmp_path, *pair)
 
 
-def test_interruption_passes_through(pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_passes_through(pair, tmp_path, monkeypatch):
     save(tmp_path, *pair)
     before = sorted(tmp_path.rglob("*"))
 
-    def interrupt(*arguments: Any, **options: Any) -> None:
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     for name in ("prepare_local_plan", "write_data", "finish"):
@@ -466,7 +456,7 @@ def test_interruption_passes_through(pair: tuple[Model, Any], tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_path: Path) -> None:
+def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_path):
     model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
     start = tmp_path / "start"
     states = []
@@ -521,7 +511,7 @@ def refused_to_save(folder: Path, model: Model, optimizer: Any) -> str:
     return words
 
 
-def test_folder_is_continued_by_who_loaded_its_newest_or_saved_it(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_folder_is_continued_by_who_loaded_its_newest_or_saved_it(pair, tmp_path):
     """Or loaded an older one by its name; who was overtaken is refused, though both have continued the same one."""
     folder = tmp_path / "run"
     assert latest(folder) is None
@@ -549,9 +539,7 @@ def test_folder_is_continued_by_who_loaded_its_newest_or_saved_it(pair: tuple[Mo
     assert load(folder, *new()) == "newer"
 
 
-def test_checkpoint_that_was_the_newest_when_asked_for_is_not_continued_over_a_newer_one(
-    pair: tuple[Model, Any], tmp_path: Path
-) -> None:
+def test_checkpoint_that_was_the_newest_when_asked_for_is_not_continued_over_a_newer_one(pair, tmp_path):
     path = save(tmp_path, *pair)
     assert latest(tmp_path) == path
     assert exit_code_of_child(lambda: save(tmp_path, *pair)) == 0  # another process
@@ -562,15 +550,13 @@ def test_checkpoint_that_was_the_newest_when_asked_for_is_not_continued_over_a_n
     save(tmp_path, *late)
 
 
-def test_save_that_was_interrupted_once_it_was_published_may_be_followed_by_another(
-    pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_that_was_interrupted_once_it_was_published_may_be_followed_by_another(pair, tmp_path, monkeypatch):
     """Deleting older ones takes time; or one that failed before it was named the newest."""
 
-    def interrupt(folder: Path) -> None:
+    def interrupt(folder):
         raise KeyboardInterrupt
 
-    def full(path: Path, write: Any, replace: Any = checkpoint_folder.replace_file) -> None:
+    def full(path, write, replace=checkpoint_folder.replace_file):
         if path.name == "latest":
             raise OSError(28, "No space left on device")
         replace(path, write)
@@ -593,7 +579,7 @@ def test_save_that_was_interrupted_once_it_was_published_may_be_followed_by_anot
     assert save(tmp_path, *pair, keep=1).name == "save-00000003"
 
 
-def test_only_one_that_is_not_the_first_needs_its_name(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_only_one_that_is_not_the_first_needs_its_name(pair, tmp_path):
     """Newer ones may have been lost together with `latest`."""
     save(tmp_path, *pair, keep=1, extra=1)
     (tmp_path / "latest").unlink()
@@ -609,7 +595,7 @@ def test_only_one_that_is_not_the_first_needs_its_name(pair: tuple[Model, Any], 
     save(tmp_path, *other)
 
 
-def test_damaged_newest_one_is_never_passed_over_in_silence(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_damaged_newest_one_is_never_passed_over_in_silence(pair, tmp_path):
     older, newest = save(tmp_path, *pair, extra="older"), save(tmp_path, *pair)
     (newest / "values.pt").write_bytes(b"")
     path = latest(tmp_path)
@@ -629,7 +615,7 @@ def test_damaged_newest_one_is_never_passed_over_in_silence(pair: tuple[Model, A
     assert latest(save(tmp_path, *other).parent) == tmp_path / "save-00000002"
 
 
-def test_file_called_latest_of_others_is_left_alone(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_file_called_latest_of_others_is_left_alone(pair, tmp_path):
     (tmp_path / "latest").write_text("global_step100")  # DeepSpeed's
     (tmp_path / ".lock").touch()
     with pytest.raises(CheckpointError, match=r"latest is missing or damaged"):
@@ -639,9 +625,7 @@ def test_file_called_latest_of_others_is_left_alone(pair: tuple[Model, Any], tmp
     )
 
 
-def test_folder_without_a_run_id_is_continued(
-    pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_without_a_run_id_is_continued(pair, tmp_path, monkeypatch):
     """As earlier versions wrote it."""
     sealed = checkpoint_folder._sealed
     with monkeypatch.context() as context:

@@ -42,7 +42,7 @@ CAN_OVERLAP = len(os.sched_getaffinity(0)) > 1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return a folder with a configuration, a tokenizer of bytes, and conversations."""
     made = tmp_path_factory.mktemp("finetune")
     special = ["<|im_start|>", "<|im_end|>", "<pad>"]
@@ -133,12 +133,12 @@ def accepted_in(out: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, one_torch_thread: None) -> tuple[Path, str]:
+def whole(folder, one_torch_thread):
     """Return what a run that nobody stopped wrote, and printed."""
     return folder / "whole", finetune(folder, folder / "whole", "--eval_strategy=steps", "--eval_steps=4")
 
 
-def test_the_loss_falls_and_the_costs_are_told(whole: tuple[Path, str]) -> None:
+def test_the_loss_falls_and_the_costs_are_told(whole):
     out, printed = whole
     losses = [entry["loss"] for entry in logged(out) if "loss" in entry]
     assert losses[-1] < 0.8 * losses[0]
@@ -156,7 +156,7 @@ def logits_of(folder: Path) -> torch.Tensor:
     return logits
 
 
-def test_the_saved_model_loads_and_goes_on_as_it_was(whole: tuple[Path, str]) -> None:
+def test_the_saved_model_loads_and_goes_on_as_it_was(whole):
     out, _ = whole
     assert torch.equal(logits_of(out), logits_of(out / f"checkpoint-{STEPS}"))
     assert AutoTokenizer.from_pretrained(out)("1 + 1")["input_ids"]
@@ -169,14 +169,14 @@ def without_schedulers() -> Iterator[None]:
         yield
 
 
-def test_a_run_without_a_scheduler_ends_as_one_with_it(folder: Path, whole: tuple[Path, str]) -> None:
+def test_a_run_without_a_scheduler_ends_as_one_with_it(folder, whole):
     with without_schedulers():
         finetune(folder, folder / "plain")
     assert accepted_in(folder / "plain") == 0
     assert digests(folder / "plain") == digests(whole[0])
 
 
-def test_torch_s_adamw_is_one_word_away(folder: Path) -> None:
+def test_torch_s_adamw_is_one_word_away(folder):
     assert "steps:" not in finetune(folder, folder / "adamw", "--optimizer=adamw", "--max_steps=2")
 
 
@@ -211,7 +211,7 @@ def train_shards(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
             finetune(folder, folder / "ranks" / name, *words, prepare=force_fsdp)
 
 
-def test_on_two_ranks_every_run_ends_in_the_same_bits(folder: Path) -> None:
+def test_on_two_ranks_every_run_ends_in_the_same_bits(folder):
     """Checkpoints hold shards; the model that is saved at the end is whole."""
     layers = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
     (folder / "fsdp.json").write_text(json.dumps({**layers, "state_dict_type": "SHARDED_STATE_DICT"}))
@@ -236,11 +236,11 @@ def kill_at_step(rank: int, folder: Path, out: Path, step: int) -> None:
         if state.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    OffloadCallback.on_step_end = on_step_end  # type: ignore[method-assign]
+    OffloadCallback.on_step_end = on_step_end
     finetune(folder, out)
 
 
-def test_a_run_that_was_killed_ends_as_one_that_was_not(folder: Path, whole: tuple[Path, str]) -> None:
+def test_a_run_that_was_killed_ends_as_one_that_was_not(folder, whole):
     out = folder / "killed"
     assert run(kill_at_step, 1, folder=folder, out=out, step=SAVED + 2) == [ENDED]
     for name in (f"checkpoint-{SAVED + 1}", f"checkpoint-{SAVED + 2}", "checkpoint-best"):
@@ -257,10 +257,8 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(folder: Path, whole: tup
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_ranks_that_cannot_meet_are_told_once(
-    local_rank: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*arguments: Any, **options: Any) -> None:
+def test_ranks_that_cannot_meet_are_told_once(local_rank, folder, tmp_path, monkeypatch):
+    def fails(*arguments, **options):
         raise torch.distributed.DistNetworkError("no answer\nand more")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fails)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def accelerated(dtype: torch.dtype, clip: str, size: float = math.inf, **options
 @pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("size", [math.inf, 1.2, 0.1])
-def test_clipping_by_norm(dtype: torch.dtype, size: float) -> None:
+def test_clipping_by_norm(dtype, size):
     seen = compare(accelerated(dtype, "norm", size), dtype, accepts=size > 0.1)
     norms = [float(value) for name, value in seen.items() if name.endswith("norm")]
     assert len(norms) == 14
@@ -68,21 +67,21 @@ def test_clipping_by_norm(dtype: torch.dtype, size: float) -> None:
 @pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize(("clip", "steps", "size"), [("none", 2, 1.0), ("norm", 3, 0.69), ("value", 1, 0.01)])
-def test_accumulation(dtype: torch.dtype, clip: str, steps: int, size: float) -> None:
+def test_accumulation(dtype, clip, steps, size):
     """The last step of an epoch has fewer micro-batches, and of the others some are clipped."""
     accumulated = accelerated(dtype, clip, size, gradient_accumulation_steps=steps)
     compare(accumulated, dtype, accepts=None if clip == "value" else True)
 
 
-def test_mixed_precision() -> None:
+def test_mixed_precision():
     compare(accelerated(torch.float32, "norm", 0.5, mixed_precision="bf16"), torch.float32)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_states_that_are_saved_and_loaded(moments: str, tmp_path: Path) -> None:
+def test_states_that_are_saved_and_loaded(moments, tmp_path):
     """Training goes on from what was saved, while the scheduler stays open."""
 
-    def train(run: Run) -> None:
+    def train(run):
         accelerator = fresh()
         optimizer = adamw(plain := Predictor(torch.bfloat16), moments=moments)
         model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -28,7 +26,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
+def _quiet():
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -147,22 +145,24 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 @dtypes
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_training(dtype: torch.dtype, name: str) -> None:
+def test_training(dtype, name):
     accepts = {"a limit that clips every step": False, "clipped values": None}.get(name, True)
     compare(automatic(dtype, **CONFIGURATIONS[name]), dtype, accepts=accepts)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
-def test_precision(precision: str) -> None:
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    compare(automatic(dtype, precision=precision, gradient_clip_val=1.2), dtype)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {"precision": "bf16-true"}),
+        (torch.float32, {"precision": "bf16-mixed"}),
+        (torch.bfloat16, {"detect_anomaly": True}),
+    ],
+)
+def test_precision_and_detection_of_anomalies(dtype, options):
+    compare(automatic(dtype, gradient_clip_val=1.2, **options), dtype)
 
 
-def test_detection_of_anomalies() -> None:
-    compare(automatic(torch.bfloat16, detect_anomaly=True, gradient_clip_val=1.2))
-
-
-def test_weights_that_are_averaged() -> None:
+def test_weights_that_are_averaged():
     """They take the place of those that are trained while these are validated, and at the end.
 
     They are written through `.data`, which masters show after the next step at the latest.
@@ -176,7 +176,7 @@ def test_weights_that_are_averaged() -> None:
 
 
 @dtypes
-def test_norms_of_all_parameters(dtype: torch.dtype) -> None:
+def test_norms_of_all_parameters(dtype):
     seen = compare(lambda run: fitted(Module(dtype, norms=True), run), dtype)
     assert sum("grad_" in name for name in seen) == 14 * 3 * 16  # one of each parameter, and one of all
 
@@ -184,13 +184,13 @@ def test_norms_of_all_parameters(dtype: torch.dtype) -> None:
 @pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize(("algorithm", "size"), [("norm", 1.2), ("value", 0.01)])
-def test_manual_optimization(dtype: torch.dtype, algorithm: str, size: float) -> None:
+def test_manual_optimization(dtype, algorithm, size):
     clip = {"gradient_clip_algorithm": algorithm, "gradient_clip_val": size}
     compare(lambda run: fitted(Manual(dtype, clip), run), dtype, accepts=True if algorithm == "norm" else None)
 
 
 @dtypes
-def test_our_own_limit_through_what_lightning_hands_out(dtype: torch.dtype) -> None:
+def test_our_own_limit_through_what_lightning_hands_out(dtype):
     """`self.optimizers()` is an object of another class, which Lightning makes and keeps with the optimizer."""
     ways = [
         compare(lambda run, way=way: fitted(Limiting(dtype, way), run), dtype, accepts=False)
@@ -212,19 +212,19 @@ class Unfreezing(BaseFinetuning):
 
 
 @dtypes
-def test_layers_that_are_trained_later(dtype: torch.dtype) -> None:
+def test_layers_that_are_trained_later(dtype):
     seen = compare(lambda run: fitted(Module(dtype), run, callbacks=[Unfreezing()]), dtype)
     assert sum(name.startswith("parameter") for name in seen) == 15
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_resumption(moments: str, tmp_path: Path) -> None:
+def test_resumption(moments, tmp_path):
     """A checkpoint is continued alike, whether or not a scheduler was at work before or is now."""
     wholes = []
     for saved in (False, True):
         folder = tmp_path / str(saved)
 
-        def whole(run: Run, folder: Path = folder) -> None:
+        def whole(run, folder=folder):
             saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
             fitted(Module(torch.bfloat16, moments=moments), run, callbacks=[saving], enable_checkpointing=True)
             del run.logged[:14]
@@ -271,15 +271,15 @@ class Rivals(lightning.LightningModule):
 
 
 @dtypes
-def test_two_optimizers(dtype: torch.dtype) -> None:
+def test_two_optimizers(dtype):
     """Each has a scheduler, and freezes the other's parameters while it is at work."""
     seen = compare(lambda run: fitted(Rivals(dtype), run), dtype)
     assert sum(name.startswith("parameter 1") for name in seen) == 15
 
 
-def test_an_error_closes_the_scheduler() -> None:
+def test_an_error_closes_the_scheduler():
     class Failing(Module):
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
+        def training_step(self, batch, index):
             if index == 3:
                 assert run.schedulers[0].statistics.buckets > 0
                 raise KeyError("planted")
@@ -291,10 +291,10 @@ def test_an_error_closes_the_scheduler() -> None:
     assert not any(one._post_accumulate_grad_hooks for one in module.parameters())
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     with pytest.raises(TypeError, match="bucket_size"):
         Offload(bucket_size=3)
     module = Module(torch.bfloat16)
-    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())
     with pytest.raises(TypeError, match="expected a SpeculativeCPUAdam"):
         fitted(module, Run(scheduled=True))

@@ -139,7 +139,7 @@ def spoiled(config: type[transformers.PreTrainedConfig]) -> nn.Module:
 
 
 @pytest.mark.parametrize("config", ARCHITECTURES)
-def test_architectures_of_presets(tmp_path: Path, config: type[transformers.PreTrainedConfig]) -> None:
+def test_architectures_of_presets(tmp_path, config):
     """With frozen parameters, experts in one tensor, dropout and losses of routers; some steps clipped, one skipped."""
     trainer = check(lambda: sft_trainer(spoiled(config), tmp_path, max_grad_norm=2.2), torch.bfloat16)
     found = norms(trainer.state.log_history)
@@ -148,7 +148,7 @@ def test_architectures_of_presets(tmp_path: Path, config: type[transformers.PreT
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets(name: str) -> None:
+def test_presets(name):
     """They are what finetune.py reads, and the models that they name are those that were published."""
     preset = PRESETS[name]
     parser = TrlParser((FineTuning, ScriptArguments, SFTConfig, ModelConfig))
@@ -165,7 +165,7 @@ def test_presets(name: str) -> None:
     assert needs_launch is (preset.gpus > 1)
 
 
-def test_presets_are_launched_with_fsdp2() -> None:
+def test_presets_are_launched_with_fsdp2():
     launched = load_config_from_file(str(EXAMPLES / "presets" / "fsdp2.yaml"))
     assert (launched.distributed_type, launched.mixed_precision) == (DistributedType.FSDP, "no")
     assert launched.fsdp_config["fsdp_version"] == 2
@@ -265,6 +265,6 @@ MAKERS = [
 
 @dtypes
 @pytest.mark.parametrize("make", MAKERS)
-def test_offload(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:
+def test_offload(tmp_path, make, dtype):
     """The bits are those of the same optimizer without a scheduler; in fp32 also those of torch's."""
     check(lambda: make(dtype, tmp_path), torch.float32 if make is trainer_with_adapters else dtype)

@@ -1,7 +1,5 @@
 """What an integration or an example needs, and is not installed, is told in one sentence that says how to get it."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys
@@ -19,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         ("lightning", "lightning.pytorch", "pip install lightning"),
     ],
 )
-def test_integration(monkeypatch: pytest.MonkeyPatch, integration: str, missing: str, remedy: str) -> None:
+def test_integration(monkeypatch, integration, missing, remedy):
     name = f"superadam.integrations.{integration}"
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -28,7 +26,7 @@ def test_integration(monkeypatch: pytest.MonkeyPatch, integration: str, missing:
 
 
 @pytest.mark.parametrize("script", ["finetune.py", "long_sequences.py"])
-def test_example(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_example(monkeypatch, script):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         SystemExit, match=rf'{script} cannot be run \(.*transformers.*\); pip install "superadam\[finetune\]"'

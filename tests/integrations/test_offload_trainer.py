@@ -122,7 +122,7 @@ class Poison(TrainerCallback):
 
     def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, model: nn.Module, **___: Any) -> None:
         if state.global_step == 3:
-            next(model.parameters()).grad.view(-1)[0] = math.nan  # type: ignore[union-attr]
+            next(model.parameters()).grad.view(-1)[0] = math.nan
 
 
 class Editing(TrainerCallback):
@@ -131,8 +131,8 @@ class Editing(TrainerCallback):
     def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, model: nn.Module, **___: Any) -> None:
         if state.global_step % 4 == 2:
             first, second, third = list(model.parameters())[1:4]
-            first.grad *= 3  # type: ignore[operator]
-            second.grad[0] = 0.5  # type: ignore[index]
+            first.grad *= 3
+            second.grad[0] = 0.5
             third.grad = None
 
 
@@ -167,9 +167,7 @@ def norms(logged: list[dict[str, Any]]) -> list[float]:
 @dtypes
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
-    tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
+def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(tmp_path, name, dtype):
     trainer = compare(lambda: trainer_in(tmp_path, dtype, **CONFIGURATIONS[name]))
     if name.startswith("a limit"):
         found, size = norms(trainer.state.log_history), CONFIGURATIONS[name].get("max_grad_norm", 1.0)
@@ -180,7 +178,7 @@ def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
     assert trainer.state.log_history[-1]["superadam_skipped"] == (name == "NaN")
 
 
-def test_training_whose_every_step_the_default_limit_clips_is_speculated_on(tmp_path: Path) -> None:
+def test_training_whose_every_step_the_default_limit_clips_is_speculated_on(tmp_path):
     """With a learning rate as in fine-tuning, most values are published as they were speculated on."""
     fine_tuning = {"per_device_train_batch_size": 7, "learning_rate": 1e-5, "num_train_epochs": 20}
     trainer = trainer_in(tmp_path, torch.bfloat16, **fine_tuning)
@@ -194,7 +192,7 @@ def test_training_whose_every_step_the_default_limit_clips_is_speculated_on(tmp_
     assert accepted >= 0.8 * 20 * len([*trainer.model.parameters()])
 
 
-def test_scheduler_that_is_open_around_all_that_the_trainer_does(tmp_path: Path) -> None:
+def test_scheduler_that_is_open_around_all_that_the_trainer_does(tmp_path):
     seen = []
     for is_scheduled in (False, True):
         trainer = trainer_in(tmp_path, torch.bfloat16)
@@ -207,12 +205,12 @@ def test_scheduler_that_is_open_around_all_that_the_trainer_does(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS][4:5] if not DEEP else [*CONFIGURATIONS][:-2])
-def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path: Path, name: str) -> None:
+def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path, name):
     options = {"optim": "adamw_torch_fused", **CONFIGURATIONS[name]}
     compare(lambda: trainer_in(tmp_path, torch.float32, **options), is_stock=True)
 
 
-def test_hyper_parameters_are_those_of_the_arguments(tmp_path: Path) -> None:
+def test_hyper_parameters_are_those_of_the_arguments(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
     offload(trainer)
     optimizer = trainer.create_optimizer()
@@ -237,8 +235,8 @@ class Grouped(Trainer):
         return optimizer
 
 
-def test_a_trainer_that_makes_its_own_adam_has_its_bits(tmp_path: Path) -> None:
-    def make() -> Trainer:
+def test_a_trainer_that_makes_its_own_adam_has_its_bits(tmp_path):
+    def make():
         trainer = trainer_in(tmp_path, torch.float32)
         trainer.__class__ = Grouped
         return trainer
@@ -246,10 +244,10 @@ def test_a_trainer_that_makes_its_own_adam_has_its_bits(tmp_path: Path) -> None:
     assert type(compare(make, is_stock=True).optimizer.optimizer) is SpeculativeCPUAdam
 
 
-def test_each_new_model_has_the_arguments_of_its_time(tmp_path: Path) -> None:
+def test_each_new_model_has_the_arguments_of_its_time(tmp_path):
     """As in a search for hyper-parameters, which changes `args` and makes a new model and optimizer."""
 
-    def search(trainer: Trainer) -> None:
+    def search(trainer):
         trainer.model_init = lambda: llama(torch.float32)
         for trainer.args.learning_rate, trainer.args.adam_beta1 in ((1e-2, 0.9), (2e-3, 0.8)):
             trainer.train()
@@ -258,7 +256,7 @@ def test_each_new_model_has_the_arguments_of_its_time(tmp_path: Path) -> None:
     compare(lambda: trainer_in(tmp_path, torch.float32, num_train_epochs=1), is_stock=True, drive=search)
 
 
-def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path: Path) -> None:
+def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16)
     passed = trainer.optimizer = SpeculativeCPUAdamW(trainer.model.parameters(), lr=1e-2)
     offload(trainer, **SCHEDULER)
@@ -271,7 +269,7 @@ def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path: Path) -> None:
     assert trainer.create_optimizer().max_grad_norm == 0.5
 
 
-def test_moments_are_stored_as_asked_for(tmp_path: Path) -> None:
+def test_moments_are_stored_as_asked_for(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16)
     with pytest.raises(ValueError, match="moments is 'half', expected 'fp32' or"):
         offload(trainer, moments="half")
@@ -285,7 +283,7 @@ def test_moments_are_stored_as_asked_for(tmp_path: Path) -> None:
     assert copied.create_optimizer().moments == "bf16"
 
 
-def test_moments_that_contradict_an_optimizer_of_ours_are_refused(tmp_path: Path) -> None:
+def test_moments_that_contradict_an_optimizer_of_ours_are_refused(tmp_path):
     words = "optimizer has moments='bf16', and offload.* was given moments='fp32'; leave it out"
     trainer = trainer_in(tmp_path, torch.bfloat16)
     trainer.optimizer = SpeculativeCPUAdamW(trainer.model.parameters(), moments="bf16")
@@ -301,15 +299,15 @@ def test_moments_that_contradict_an_optimizer_of_ours_are_refused(tmp_path: Path
             assert trainer.create_optimizer().moments == "bf16"
 
 
-def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path: Path) -> None:
+def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path):
     """One that is made in training has no scheduler."""
 
     class Copying(TrainerCallback):
-        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        def on_step_end(self, _, state, *__, **___):
             if state.global_step == 3:
                 made.append(copy.deepcopy(callback))
 
-    made: list[Any] = []
+    made = []
     original = trainer_in(tmp_path, torch.bfloat16, callbacks=[Copying()], num_train_epochs=1)
     callback = offload(original, **SCHEDULER)
     copied = copy.deepcopy(original)
@@ -331,7 +329,7 @@ class Reporter(TrainerCallback):
         self.seen.append(dict(logs))
 
 
-def test_reporters_and_the_history_have_the_counts(tmp_path: Path) -> None:
+def test_reporters_and_the_history_have_the_counts(tmp_path):
     reporter = Reporter()
     trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[reporter], logging_steps=2)
     callback = offload(trainer, **SCHEDULER)
@@ -359,8 +357,8 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("planted")], ids=["ctrl-c", "error"])
-def test_an_error_closes_the_scheduler_and_training_can_begin_again(tmp_path: Path, error: BaseException) -> None:
-    def train_twice(trainer: Trainer) -> None:
+def test_an_error_closes_the_scheduler_and_training_can_begin_again(tmp_path, error):
+    def train_twice(trainer):
         with pytest.raises(type(error)):
             trainer.train()
         for callback in trainer.callback_handler.callbacks:
@@ -372,7 +370,7 @@ def test_an_error_closes_the_scheduler_and_training_can_begin_again(tmp_path: Pa
     assert trainer.state.log_history[-1]["superadam_accepted"] > 0
 
 
-def test_a_smaller_batch_after_memory_ran_out(tmp_path: Path) -> None:
+def test_a_smaller_batch_after_memory_ran_out(tmp_path):
     trainer = trainer_in(
         tmp_path,
         torch.bfloat16,
@@ -388,7 +386,7 @@ def test_a_smaller_batch_after_memory_ran_out(tmp_path: Path) -> None:
 @dtypes
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("moments", [None, "bf16"])
-def test_resumed_training_is_that_which_never_stopped(tmp_path: Path, moments: str | None, dtype: torch.dtype) -> None:
+def test_resumed_training_is_that_which_never_stopped(tmp_path, moments, dtype):
     """With a scheduler or without one."""
     whole = trainer_in(tmp_path, dtype, save_strategy="steps", save_steps=5)
     offload(whole, moments=moments, **SCHEDULER)
@@ -408,15 +406,15 @@ def test_resumed_training_is_that_which_never_stopped(tmp_path: Path, moments: s
         assert_same(everything(stock), without_state(resumed))
 
 
-def test_files_are_mapped_for_the_checkpoint_alone(tmp_path: Path) -> None:
+def test_files_are_mapped_for_the_checkpoint_alone(tmp_path):
     """What a program loads while training starts may lie in memory, which cannot be mapped."""
 
     class Loading(Trainer):
-        def get_train_dataloader(self) -> Any:
+        def get_train_dataloader(self):
             torch.load(self.saved())
             return super().get_train_dataloader()
 
-        def saved(self) -> io.BytesIO:
+        def saved(self):
             memory = io.BytesIO()
             torch.save(torch.zeros(3), memory)
             memory.seek(0)
@@ -442,7 +440,7 @@ def refused(kind: type[Exception], told: str, trainer: Trainer, **options: Any) 
     assert (trainer.create_optimizer, trainer.create_scheduler) == before[2:]
 
 
-def test_second_calls_unknown_options_and_other_optimizers_are_refused(tmp_path: Path) -> None:
+def test_second_calls_unknown_options_and_other_optimizers_are_refused(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16)
     refused(TypeError, "bucket_size", trainer, bucket_size=3)
     trainer.create_optimizer()
@@ -453,7 +451,7 @@ def test_second_calls_unknown_options_and_other_optimizers_are_refused(tmp_path:
     refused(RuntimeError, "^offload\\(\\) was called for this Trainer already, expected one call; ", trainer)
 
 
-def test_other_optimizers_are_refused_before_training(tmp_path: Path) -> None:
+def test_other_optimizers_are_refused_before_training(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16, optim="adafactor", num_train_epochs=1)
     offload(trainer)
     for _ in range(2):
@@ -464,7 +462,7 @@ def test_other_optimizers_are_refused_before_training(tmp_path: Path) -> None:
     assert trainer.state.log_history[-1]["superadam_committed"] > 0
 
 
-def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, torch.bfloat16)
     trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
     deepspeed = "^the Trainer uses DeepSpeed, which .*; train on several GPUs with FSDP2: "
@@ -481,8 +479,8 @@ def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path: Path, monkeyp
 # ---- what is warned of -------------------------------------------------------------------------------------------
 
 
-def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog: pytest.LogCaptureFixture) -> None:
-    def train(model: nn.Module) -> None:
+def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog):
+    def train(model):
         optimizer = SpeculativeCPUAdamW([nn.Parameter(torch.empty(1))])
         optimizer.param_groups[0]["params"] = [one for one in model.parameters() if one.requires_grad]
         integration._warn_of_float32(optimizer, model)
@@ -498,9 +496,7 @@ def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog: pytest.Lo
     assert "bf16: false" in told
 
 
-def test_clipping_that_keeps_speculation_from_use_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipping_that_keeps_speculation_from_use_is_told_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(integration, "JUDGED_STEPS", 10)
     with caplog.at_level(logging.WARNING, "superadam"):
         trainer = trainer_in(tmp_path, torch.float32, max_grad_norm=0.01)  # own masters wait for the verdict
@@ -514,14 +510,14 @@ def test_clipping_that_keeps_speculation_from_use_is_told_once(
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
-def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
+def test_resuming_takes_the_memory_of_training(tmp_path):
     """Peak resident memory, in bytes for each parameter: 2 of the model, 12 of the state, and what comes and goes."""
     sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 40}
-    found: dict[bool, float] = {}
+    found = {}
 
-    def train(*, is_resumed: bool) -> None:
+    def train(*, is_resumed):
         class Peak(TrainerCallback):
-            def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:  # everything is loaded
+            def on_train_begin(self, *_, model, **__):  # everything is loaded
                 taken = (memory_of_process("VmHWM") - before) / sum(one.numel() for one in model.parameters())
                 (tmp_path / str(is_resumed)).write_text(str(taken))
 

@@ -40,7 +40,7 @@ def backward(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
     [(torch.bfloat16, None), (torch.bfloat16, torch.float16), (torch.float32, torch.float32), (torch.float32, None)],
     ids=str,
 )
-def test_gradients_that_are_not_rounded_stay(shard: torch.dtype, reduced: torch.dtype | None) -> None:
+def test_gradients_that_are_not_rounded_stay(shard, reduced):
     model = sharded(shard, reduced)
     optimizer = SpeculativeCPUAdamW(model.parameters())
     take_reduced_gradients(optimizer, model)
@@ -50,7 +50,7 @@ def test_gradients_that_are_not_rounded_stay(shard: torch.dtype, reduced: torch.
     assert optimizer.statistics.committed == 1
 
 
-def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed() -> None:
+def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed():
     shown = []
     for speculates in (False, True):
         model = sharded()
@@ -66,7 +66,7 @@ def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed() -> None:
     assert all(map(torch.equal, *shown))
 
 
-def test_copies_have_no_part_in_it() -> None:
+def test_copies_have_no_part_in_it():
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
     take_reduced_gradients(optimizer, model)
@@ -74,11 +74,11 @@ def test_copies_have_no_part_in_it() -> None:
     assert pickle.loads(pickle.dumps(optimizer))._binding.source is None
     assert copy.deepcopy(optimizer)._binding.source is None
     announcement = Announcement()
-    announcement.sources.add(optimizer._binding.source)  # type: ignore[arg-type]
+    announcement.sources.add(optimizer._binding.source)
     assert not pickle.loads(pickle.dumps(announcement)).sources
 
 
-def test_it_lasts_as_long_as_the_optimizer() -> None:
+def test_it_lasts_as_long_as_the_optimizer():
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
     take_reduced_gradients(optimizer, model)
@@ -97,26 +97,26 @@ def test_it_lasts_as_long_as_the_optimizer() -> None:
     assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
 
 
-def test_it_stays_through_loading_and_in_wrappers() -> None:
+def test_it_stays_through_loading_and_in_wrappers():
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
 
     class Wrapper:
-        def __init__(self) -> None:
+        def __init__(self):
             self.optimizer = optimizer
 
-    take_reduced_gradients(Wrapper(), model)  # type: ignore[arg-type]
+    take_reduced_gradients(Wrapper(), model)
     for _ in range(2):
         backward(model)
         assert all(taken_of(parameter.grad) is not None for parameter in model.parameters())
         optimizer.step()
-        source: Any = optimizer._binding.source
+        source = optimizer._binding.source
         assert source._buffer is source._rounded is None  # they hold memory of the device
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_parameters_that_are_replaced() -> None:
+def test_parameters_that_are_replaced():
     """They are noticed by the step."""
     model, other = sharded(), sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
@@ -132,7 +132,7 @@ def test_parameters_that_are_replaced() -> None:
         assert all((taken_of(parameter.grad) is None) is (one is model) for parameter in one.parameters())
 
 
-def test_gradients_that_were_there_before_stay_ordinary() -> None:
+def test_gradients_that_were_there_before_stay_ordinary():
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
     backward(model)
@@ -145,7 +145,7 @@ def test_gradients_that_were_there_before_stay_ordinary() -> None:
     optimizer.step()
 
 
-def test_a_scheduler_that_was_there_before() -> None:
+def test_a_scheduler_that_was_there_before():
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
     with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=1) as scheduler:
@@ -159,12 +159,12 @@ def test_a_scheduler_that_was_there_before() -> None:
             optimizer.zero_grad()
 
 
-def test_nothing_that_fails_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_fails_is_attached(monkeypatch):
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
     plain = SpeculativeCPUAdamW(nn.Linear(4, 4).parameters())
     with pytest.raises(TypeError, match="optimizer is a SGD, expected a SpeculativeCPUAdam; make one first"):
-        take_reduced_gradients(torch.optim.SGD(model.parameters()), model)  # type: ignore[arg-type]
+        take_reduced_gradients(torch.optim.SGD(model.parameters()), model)
     for some, of, told in [(plain, model, "3 modules .* and 0 parameters"), (optimizer, nn.Linear(4, 4), "0 modules")]:
         with pytest.raises(ValueError, match=f"{told} .*, expected some of both; call fully_shard"):
             take_reduced_gradients(some, of)

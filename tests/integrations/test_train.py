@@ -6,7 +6,6 @@ import json
 import math
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ SENTENCES = b"".join(b"%d bottles of milk on the wall, and %d on the floor.\n" %
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _in_a_folder_with_a_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("sentences.txt").write_bytes(SENTENCES)
     yield
@@ -43,7 +42,7 @@ def run(*words: str, out: str = "run") -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "overlap"), [("bf16", True), ("bf16", False), ("fp32", True)])
-def test_verified_run(device: str, dtype: str, overlap: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verified_run(device, dtype, overlap, capsys):
     words = ["--verify", "--dtype", dtype, "--device", device, "--inject-nan", "3", "--inject-nan", "5"]
     words += ["--trace", "trace.json"] if overlap else ["--no-overlap"]
     status, found = run(*words)
@@ -65,7 +64,7 @@ def test_verified_run(device: str, dtype: str, overlap: bool, capsys: pytest.Cap
     assert Path("trace.json").exists() is overlap
 
 
-def test_reports_add_up_and_runs_of_the_same_seed_alone_have_the_same_losses() -> None:
+def test_reports_add_up_and_runs_of_the_same_seed_alone_have_the_same_losses():
     found, plain, other = (
         run("--seed", seed, *words, out=f"run{number}")[1]
         for number, (seed, *words) in enumerate([("3",), ("3", "--no-overlap"), ("4",)])
@@ -83,12 +82,12 @@ def test_reports_add_up_and_runs_of_the_same_seed_alone_have_the_same_losses() -
     assert (plain["hidden_share"], plain["buckets"]) == (0.0, 0)
 
 
-def test_a_run_without_a_limit_clips_nothing() -> None:
+def test_a_run_without_a_limit_clips_nothing():
     _, found = run("--max-grad-norm", "inf", "--steps", "2")
     assert (found["clipped"], found["max_grad_norm"]) == (0, "inf")
 
 
-def test_nan_changes_nothing_but_the_batch() -> None:
+def test_nan_changes_nothing_but_the_batch():
     shape = train.MODELS["tiny"]
     options = train.make_parser().parse_args([*TINY, "--steps", "2", "--inject-nan", "2"])
     text = train.read_text(Path("sentences.txt"), shape.seq + 1)
@@ -128,9 +127,7 @@ def _plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", ["master", "exp_avg", "exp_avg_sq", "parameter", "norm"])
-def test_planted_difference_is_found(
-    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_planted_difference_is_found(fault, monkeypatch, capsys):
     _plant(fault, monkeypatch)
     status, found = run("--verify")
     assert status == 1
@@ -144,11 +141,11 @@ def test_planted_difference_is_found(
         assert found["parameters_differing"] > 0
 
 
-def test_fault_of_superadam_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_superadam_is_found(monkeypatch):
     """A scheduler under which a step is made with another learning rate."""
     step, numbers = SpeculativeCPUAdamW.step, []
 
-    def wrong(optimizer: Any, *arguments: Any) -> Any:
+    def wrong(optimizer, *arguments):
         numbers.append(0)
         if len(numbers) == 4:
             optimizer.param_groups[0]["lr"] = math.nextafter(optimizer.param_groups[0]["lr"], 1.0) * (1 + 1e-6)
@@ -160,10 +157,8 @@ def test_fault_of_superadam_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["elements_differing"] > 0
 
 
-def test_where_torch_rounds_otherwise_plain_steps_are_compared_with(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    opened: list[Any] = []
+def test_where_torch_rounds_otherwise_plain_steps_are_compared_with(monkeypatch, capsys):
+    opened = []
     monkeypatch.setattr(train, "PLAIN", SpeculativeCPUAdamW)
     monkeypatch.setattr(train, "OffloadScheduler", lambda *a, **k: opened.append(1) or OffloadScheduler(*a, **k))
     assert run("--verify")[0] == 0
@@ -171,14 +166,14 @@ def test_where_torch_rounds_otherwise_plain_steps_are_compared_with(
     assert len(opened) == 1
 
 
-def test_models_have_sizes_at_which_torch_rounds_alike() -> None:
+def test_models_have_sizes_at_which_torch_rounds_alike():
     for shape in train.MODELS.values():
         with torch.device("meta"):
             model = train.Decoder(shape, torch.float32)
         assert all(parameter.numel() % 64 == 0 for parameter in model.parameters())
 
 
-def test_all_of_the_model_learns_and_the_text_is_the_library() -> None:
+def test_all_of_the_model_learns_and_the_text_is_the_library():
     model = train.Decoder(train.MODELS["tiny"], torch.float32)
     model(torch.randint(256, (1, 17))).backward()
     assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters())
@@ -210,9 +205,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), BAD, ids=[" ".join(words) for words, _ in BAD])
-def test_bad_input_is_one_sentence_and_writes_nothing(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_sentence_and_writes_nothing(words, sentence, capsys):
     Path("short.txt").write_text("short")
     before = {path: path.read_bytes() for path in Path().rglob("*")}
     with pytest.raises(SystemExit) as stop:
@@ -224,7 +217,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
     assert {path: path.read_bytes() for path in Path().rglob("*")} == before
 
 
-def test_missing_module_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_module_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(SystemExit, match=r'train.py cannot be run \(.*rich.*\); pip install "superadam\[cli\]"'):
         runpy.run_path(str(train.__file__))

@@ -11,7 +11,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,7 +49,7 @@ SEED = int.from_bytes(os.urandom(4)) if IS_DEEP else 20_240_607
 
 
 @pytest.fixture(scope="module", autouse=True)
-def runner() -> Path:
+def runner():
     """Return the runner, built; where the tools are missing, skip."""
     reason = emulation.missing_tools()
     if reason:
@@ -121,7 +120,7 @@ def all_jobs(rng: np.random.Generator) -> Iterator[EmulatedJob]:
 
 
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EmulatedJob]]:
+def batch(tmp_path_factory):
     """Return a file of jobs, and the jobs after the scalar kernels of this machine have run them."""
     jobs = list(all_jobs(np.random.default_rng(SEED)))
     path = tmp_path_factory.mktemp("arm") / "jobs"
@@ -149,7 +148,7 @@ DEEP = pytest.mark.deep  # as is every other length of vectors
     ],
     ids=lambda value: value.name if isinstance(value, Cpu) else value,
 )
-def test_bits_of_the_scalar_kernels(cpu: Cpu, isa: str, batch: tuple[Path, list[EmulatedJob]], tmp_path: Path) -> None:
+def test_bits_of_the_scalar_kernels(cpu, isa, batch, tmp_path):
     """At every vector length, of which both SVE kernels share all but the rounding to bf16; and on the least CPUs."""
     path, jobs = batch
     done = emulation.run_jobs(cpu, isa, path, tmp_path / "results")
@@ -167,9 +166,7 @@ def test_bits_of_the_scalar_kernels(cpu: Cpu, isa: str, batch: tuple[Path, list[
     [(Cpu.CORTEX_A72, "neon"), (Cpu.SVE_384, "sve"), (Cpu.SVE_128, "sve_bf16"), (Cpu.SVE_2048, "sve_bf16")],
     ids=lambda value: value.name if isinstance(value, Cpu) else value,
 )
-def test_lists_of_the_scalar_kernels(
-    cpu: Cpu, isa: str, listings: tuple[Path, list[EmulatedJob], list[Listing]], tmp_path: Path
-) -> None:
+def test_lists_of_the_scalar_kernels(cpu, isa, listings, tmp_path):
     """The same elements are uncertain on every instruction set."""
     path, jobs, ran = listings
     done = emulation.run_jobs(cpu, isa, path, tmp_path / "results")
@@ -180,7 +177,7 @@ def test_lists_of_the_scalar_kernels(
 
 
 @pytest.fixture(scope="module")
-def listings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EmulatedJob], list[Listing]]:
+def listings(tmp_path_factory):
     """Return a file of jobs with lists, the jobs, and both after the scalar kernels of this machine have run them."""
     made = []
     rng = np.random.default_rng(SEED)
@@ -199,7 +196,7 @@ def listings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Emula
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", Cpu, ids=lambda cpu: cpu.name)
-def test_dispatch_knows_what_the_cpu_can_run(cpu: Cpu) -> None:
+def test_dispatch_knows_what_the_cpu_can_run(cpu):
     known = emulation.known_isas(cpu)
     assert list(known) == ROWS
     assert [name for name, status in known.items() if status == "runnable"] == RUNNABLE[cpu]
@@ -207,7 +204,7 @@ def test_dispatch_knows_what_the_cpu_can_run(cpu: Cpu) -> None:
 
 
 @pytest.mark.parametrize("direction", ["overrun", "underrun"])
-def test_the_guard_pages_guard(direction: str) -> None:
+def test_the_guard_pages_guard(direction):
     """The runner that touches one byte too many dies of SIGSEGV."""
     assert emulation.emulate(Cpu.NEON, emulation.BUILD / "runner", direction).returncode == -11
 
@@ -215,7 +212,7 @@ def test_the_guard_pages_guard(direction: str) -> None:
 SVE = re.compile(r"\b(z\d+\.[bhsd]|p\d+/[mz]|cnt[bhwd]|ptrue|whilel\w)\b")
 
 
-def test_only_the_sve_kernels_use_sve() -> None:
+def test_only_the_sve_kernels_use_sve():
     """Every other object stays at the baseline, so nothing beyond it can run before dispatch."""
     objects = sorted((emulation.BUILD / "CMakeFiles/_kernels.dir").rglob("*.o"))
     with_sve = set()

@@ -36,7 +36,7 @@ def _lie_alike(target: Tensor, source: Tensor) -> bool:
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("planted"), RuntimeError("CUDA error: out of memory")], ids=repr
 )
-def test_copies_without_memory_arrive(error: Exception) -> None:
+def test_copies_without_memory_arrive(error):
     targets = [
         torch.zeros(5, 6)[:, ::2],
         torch.zeros(4, 3).t(),
@@ -52,12 +52,12 @@ def test_copies_without_memory_arrive(error: Exception) -> None:
     assert all(map(torch.equal, targets, sources))
 
 
-def test_other_errors_of_copies_are_raised() -> None:
+def test_other_errors_of_copies_are_raised():
     with Full(RuntimeError("another")), pytest.raises(RuntimeError, match="another"):
         copy_each([torch.zeros(3)], [torch.ones(3)])
 
 
-def test_errors_of_torchs_host_memory_are_told_by_their_words() -> None:
+def test_errors_of_torchs_host_memory_are_told_by_their_words():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert not isinstance(caught.value, MemoryError)

@@ -56,13 +56,13 @@ def check_under(setting: Setting, job: Job, isa: str, threads: int) -> None:
 @SETTINGS
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
-def test_bits_do_not_depend_on_the_callers_setting(isa: str, setting: Setting, data: st.DataObject) -> None:
+def test_bits_do_not_depend_on_the_callers_setting(isa, setting, data):
     job = data.draw(st.sampled_from(Pass).flatmap(jobs))
     check_under(setting, job, isa, threads=1)
 
 
 @SETTINGS
-def test_bits_do_not_depend_on_the_setting_with_several_threads(isa: str, setting: Setting) -> None:
+def test_bits_do_not_depend_on_the_setting_with_several_threads(isa, setting):
     """The pool's threads inherit the setting of the thread that started them, or were started before it was made."""
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-40, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=False)
     sets = [Coefficients.at_step(hyper, 3)]
@@ -72,7 +72,7 @@ def test_bits_do_not_depend_on_the_setting_with_several_threads(isa: str, settin
 
 
 @SETTINGS
-def test_ordered_sum_does_not_depend_on_the_setting(setting: Setting) -> None:
+def test_ordered_sum_does_not_depend_on_the_setting(setting):
     values = np.array([5e-324, 3e-310, 1e-320])
     expected = native.ordered_sum(values)
     with setting():
@@ -83,7 +83,7 @@ def test_ordered_sum_does_not_depend_on_the_setting(setting: Setting) -> None:
 
 
 @SETTINGS
-def test_the_usual_mode_is_recognized_and_restored(setting: Setting) -> None:
+def test_the_usual_mode_is_recognized_and_restored(setting):
     usual = control_register()
     assert native.is_float_mode_usual()
     with setting():
@@ -102,7 +102,7 @@ def test_the_usual_mode_is_recognized_and_restored(setting: Setting) -> None:
 
 
 @given(hyperparameters(), st.integers(1, 1000), scales())
-def test_coefficients_do_not_depend_on_flushing(hyper: Hyperparameters, step: int, scale: float) -> None:
+def test_coefficients_do_not_depend_on_flushing(hyper, step, scale):
     expected = Coefficients.at_step.__wrapped__(hyper, step, scale)
     with flushed_denormals():
         under = Coefficients.at_step.__wrapped__(hyper, step, scale)

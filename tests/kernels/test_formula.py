@@ -33,7 +33,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     ("real", "reference"), [(np.float32, _libm.fmaf), (np.float64, _libm.fma)], ids=["fp32", "fp64"]
 )
 @given(seed=SEEDS, kind=st.sampled_from(Magnitudes), cancels=st.booleans())
-def test_fma_rounds_once(real: type, reference: ctypes._CFuncPtr, seed: int, kind: Magnitudes, cancels: bool) -> None:
+def test_fma_rounds_once(real, reference, seed, kind, cancels):
     rng = np.random.default_rng(seed)
     a, b, c = (random_array(rng, 100, kind, real) for _ in range(3))
     if cancels:  # what is left of the product is its rounding error
@@ -44,7 +44,7 @@ def test_fma_rounds_once(real: type, reference: ctypes._CFuncPtr, seed: int, kin
 
 
 @given(st.integers(0, 2**24 - 1), st.integers(-149, 100), st.sampled_from([-1, 0, 1]))
-def test_fma_sees_what_lies_next_to_a_tie(mantissa: int, exponent: int, offset: int) -> None:
+def test_fma_sees_what_lies_next_to_a_tie(mantissa, exponent, offset):
     """Rounding to double first makes such sums ties, which then go the wrong way."""
     tie = Fraction(2 * mantissa + 1) * Fraction(2) ** (exponent - 1)  # halfway between two fp32 numbers, or below them
     a, b = np.float32(2.0**-75), np.float32(offset * 2.0**-74)  # the product is the least that fp32 operands can add
@@ -62,7 +62,7 @@ def nearest_float32(exact: Fraction) -> float:
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
-def test_fma_at_infinities_and_zeros(real: type) -> None:
+def test_fma_at_infinities_and_zeros(real):
     largest = np.finfo(real).max
     cases = {
         (largest, largest, -np.inf): -np.inf,  # the product is finite, although it overflows
@@ -87,7 +87,7 @@ def test_fma_at_infinities_and_zeros(real: type) -> None:
     ids=["bf16", "fp16"],
 )
 @given(seed=SEEDS, kind=st.sampled_from([Magnitudes.BITS, Magnitudes.SPECIAL, Magnitudes.WIDE, Magnitudes.ORDINARY]))
-def test_narrowing_takes_the_nearest(narrow, widen, seed: int, kind: Magnitudes) -> None:
+def test_narrowing_takes_the_nearest(narrow, widen, seed, kind):
     every = np.arange(0x7FFF, dtype=np.uint16)
     magnitudes = widen(every)
     every, magnitudes = every[np.isfinite(magnitudes)], magnitudes[np.isfinite(magnitudes)].astype(np.float64)
@@ -108,7 +108,7 @@ def test_narrowing_takes_the_nearest(narrow, widen, seed: int, kind: Magnitudes)
 
 
 @pytest.mark.parametrize("bits", [7, 10], ids=["bf16", "fp16"])
-def test_widening_of_all_patterns(bits: int) -> None:
+def test_widening_of_all_patterns(bits):
     widen = formula.widen_bfloat16 if bits == 7 else formula.widen_float16
     patterns = np.arange(1 << 16, dtype=np.uint16)
     exponents, fractions = (patterns & 0x7FFF) >> bits, patterns & ((1 << bits) - 1)
@@ -154,9 +154,7 @@ def adam_of_the_paper(hyper: Hyperparameters, gradients: list[np.ndarray], p: np
     weight_decay=st.sampled_from([0.0, 0.1]),
     seed=SEEDS,
 )
-def test_steps_of_the_paper(
-    real: type, beta1: float, amsgrad: bool, maximize: bool, decoupled: bool, weight_decay: float, seed: int
-) -> None:
+def test_steps_of_the_paper(real, beta1, amsgrad, maximize, decoupled, weight_decay, seed):
     hyper = Hyperparameters(1e-2, beta1, 0.99, 1e-8, weight_decay, amsgrad, maximize, decoupled)
     rng = np.random.default_rng(seed)
     p, *gradients = (rng.standard_normal(50).astype(real) for _ in range(6))
@@ -172,7 +170,7 @@ def test_steps_of_the_paper(
 
 
 @given(hyper=hyperparameters(), scale=st.sampled_from([0.25, 0.3]), seed=SEEDS)
-def test_scaling_multiplies_the_gradient_once(hyper: Hyperparameters, scale: float, seed: int) -> None:
+def test_scaling_multiplies_the_gradient_once(hyper, scale, seed):
     rng = np.random.default_rng(seed)
     g, m, v, vmax, p = (np.abs(random_array(rng, 50, Magnitudes.WIDE, np.float32)) for _ in range(5))
     scaled = formula.adam_formula(Coefficients.at_step(hyper, 4, scale), g, m, v, vmax, p)
@@ -181,7 +179,7 @@ def test_scaling_multiplies_the_gradient_once(hyper: Hyperparameters, scale: flo
 
 
 @given(hyper=hyperparameters(), scale=st.floats(-1.0, 1.0, width=32), seed=SEEDS)
-def test_a_rounded_product_is_that_of_torch(hyper: Hyperparameters, scale: float, seed: int) -> None:
+def test_a_rounded_product_is_that_of_torch(hyper, scale, seed):
     """But for fp64, whose gradients are never bf16."""
     rng = np.random.default_rng(seed)
     g, m, v, vmax, p = (np.abs(random_array(rng, 50, Magnitudes.WIDE, np.float32)) for _ in range(5))
@@ -195,7 +193,7 @@ def test_a_rounded_product_is_that_of_torch(hyper: Hyperparameters, scale: float
     assert all(same_bits(a, b) for a, b in zip(*(formula.adam_formula(k, *doubles) for k in sets), strict=True))
 
 
-def test_no_inverse_restores_the_state() -> None:
+def test_no_inverse_restores_the_state():
     """Why rolling back is not computing backwards: the inverse of one ordinary step gives these shares of the bits."""
     rng = np.random.default_rng(0)
     p, m, v, g = (scale * rng.standard_normal(1 << 16, np.float32) for scale in np.float32([0.02, 1e-4, 1e-3, 1e-3]))
@@ -213,7 +211,7 @@ def test_no_inverse_restores_the_state() -> None:
     assert {name: round(share, 3) for name, share in shares.items()} == {"p": 0.999, "m": 0.426, "v": 0.967}
 
 
-def test_larger_or_nan() -> None:
+def test_larger_or_nan():
     a = np.array([1.0, 2.0, np.nan, 1.0, 0.0, -0.0], np.float32)
     b = np.array([2.0, 1.0, 1.0, np.nan, -0.0, 0.0], np.float32)
     assert same_bits(formula.larger_or_nan(a, b), np.array([2.0, 2.0, np.nan, np.nan, 0.0, -0.0], np.float32))
@@ -223,7 +221,7 @@ def test_larger_or_nan() -> None:
 
 
 @given(length=lengths(), seed=SEEDS, kind=st.sampled_from([Magnitudes.ORDINARY, Magnitudes.WIDE]))
-def test_chunk_sums_are_sums_of_squares(length: int, seed: int, kind: Magnitudes) -> None:
+def test_chunk_sums_are_sums_of_squares(length, seed, kind):
     gradient = random_array(np.random.default_rng(seed), length, kind, np.float32)
     sums = formula.chunk_sums(gradient)
     squares = gradient.astype(np.float64) ** 2  # exact
@@ -233,7 +231,7 @@ def test_chunk_sums_are_sums_of_squares(length: int, seed: int, kind: Magnitudes
     np.testing.assert_allclose(formula.ordered_sum(sums), math.fsum(exact), rtol=1e-12, atol=0)
 
 
-def test_lanes_are_added_pairwise() -> None:
+def test_lanes_are_added_pairwise():
     """In the stated order: lane i and i + 8, and so on; neighbours first, or one after another, give other bits."""
     gradients = np.random.default_rng(0).standard_normal((100, formula.LANES)).astype(np.float32)
     squares = gradients.astype(np.float64) ** 2
@@ -248,12 +246,12 @@ def test_lanes_are_added_pairwise() -> None:
 
 
 @given(length=lengths(), seed=SEEDS, kind=st.sampled_from([Magnitudes.BITS, Magnitudes.SPECIAL, Magnitudes.HUGE]))
-def test_nonfinite_elements_are_counted(length: int, seed: int, kind: Magnitudes) -> None:
+def test_nonfinite_elements_are_counted(length, seed, kind):
     gradient = random_array(np.random.default_rng(seed), length, kind, np.float32)
     counts = formula.chunk_nonfinite(gradient)
     assert len(counts) == -(-length // formula.CHUNK)
     assert counts.sum() == sum(not math.isfinite(g) for g in gradient)
 
 
-def test_ordered_sum_does_not_compensate() -> None:
+def test_ordered_sum_does_not_compensate():
     assert formula.ordered_sum(np.array([1e100, 1.0, -1e100])) == 0.0

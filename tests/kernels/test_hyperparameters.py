@@ -1,11 +1,8 @@
 """Coefficients are what the design says, each rounded once; impossible hyper-parameters are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,14 +22,14 @@ USUAL = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.01, amsgrad=False, maximize=Fa
 
 @given(st.floats(0.0, 1.0, exclude_max=True, allow_subnormal=False), st.integers(1, 300))
 @example(0.3752387480264956, 43)  # glibc's pow rounds it the other way
-def test_beta_power_is_correctly_rounded(beta: float, step: int) -> None:
+def test_beta_power_is_correctly_rounded(beta, step):
     exact = Fraction(beta) ** step
     assert beta_power(beta, step) == exact.numerator / exact.denominator  # Python divides integers with one rounding
 
 
 @given(hyperparameters(), st.integers(1, 100_000), scales(), st.booleans())
 @example(USUAL, 9, 1.0, False)
-def test_coefficients_are_rounded_once(hyper: Hyperparameters, step: int, scale: float, double: bool) -> None:
+def test_coefficients_are_rounded_once(hyper, step, scale, double):
     k = Coefficients.at_step(hyper, step, scale, double=double)
     bias_correction1 = 1.0 - beta_power(hyper.beta1, step)
     in_double = {
@@ -55,7 +52,7 @@ def test_coefficients_are_rounded_once(hyper: Hyperparameters, step: int, scale:
 
 
 @given(hyperparameters(), scales(), st.booleans())
-def test_flags_switch_on_what_acts(hyper: Hyperparameters, scale: float, rounds: bool) -> None:
+def test_flags_switch_on_what_acts(hyper, scale, rounds):
     flags = Coefficients.at_step(hyper, 1, scale, rounds=rounds).flags
     assert (Flag.SCALE in flags) == (np.float32(scale) != 1.0)
     assert (Flag.ROUND in flags) == (rounds and Flag.SCALE in flags)
@@ -65,18 +62,18 @@ def test_flags_switch_on_what_acts(hyper: Hyperparameters, scale: float, rounds:
     assert (Flag.L2 in flags) == (hyper.weight_decay != 0 and not hyper.decoupled_weight_decay)
 
 
-def test_a_scale_that_rounds_to_one_is_none() -> None:
+def test_a_scale_that_rounds_to_one_is_none():
     assert Flag.SCALE not in Coefficients.at_step(USUAL, 1, 1.0 - 2.0**-30).flags
     assert Flag.SCALE in Coefficients.at_step(USUAL, 1, 1.0 - 2.0**-30, double=True).flags
 
 
-def test_only_products_of_bf16_gradients_are_rounded() -> None:
+def test_only_products_of_bf16_gradients_are_rounded():
     rounding = [dtype for dtype in DTYPES if Scale.recorded(0.3, dtype).rounds]
     assert rounding == [torch.bfloat16]
     assert {Scale.recorded(1.0, dtype) for dtype in DTYPES} == {Scale()} == {Scale(1.0, rounds=False)}
 
 
-def test_denormals_are_rounded_while_they_are_flushed() -> None:
+def test_denormals_are_rounded_while_they_are_flushed():
     hyper = dataclasses.replace(USUAL, eps=1.1e-40)
     expected = float(np.float32(hyper.eps))
     torch.set_flush_denormal(True)
@@ -102,15 +99,15 @@ def test_denormals_are_rounded_while_they_are_flushed() -> None:
         ({"weight_decay": math.inf}, "Invalid weight_decay value"),
     ],
 )
-def test_impossible_values_are_refused(change: dict[str, float], message: str) -> None:
+def test_impossible_values_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(USUAL, **change)
 
 
-def test_a_group_is_captured_by_value() -> None:
+def test_a_group_is_captured_by_value():
     """Schedulers fill tensor learning rates in place."""
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=torch.tensor(1e-3), betas=(0.8, 0.99), eps=1e-6, amsgrad=True)
-    group: dict[str, Any] = optimizer.param_groups[0]
+    group = optimizer.param_groups[0]
     captured = Hyperparameters.of_group(group)
     group["lr"].fill_(5.0)
     group["betas"] = (0.0, 0.0)
@@ -139,14 +136,14 @@ def test_a_group_is_captured_by_value() -> None:
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
-def test_a_group_without_numbers_is_refused(name: str, value: object) -> None:
+def test_a_group_without_numbers_is_refused(name, value):
     group = torch.optim.AdamW([torch.zeros(1)]).param_groups[0] | {name: value}
     with pytest.raises(ValueError, match=f"Invalid {name}.*expected") as caught:
         Hyperparameters.of_group(group)
     assert len(str(caught.value)) < 200
 
 
-def test_table_tells_hyperparameters_apart_that_did_not_live_together() -> None:
+def test_table_tells_hyperparameters_apart_that_did_not_live_together():
     """More than a cache keeps all of them, and the later ones would be where earlier ones were in memory."""
     table = CoefficientTable()
     rates = [float(rate) for rate in range(1, 3001)]

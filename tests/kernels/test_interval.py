@@ -43,13 +43,13 @@ def check_certain(case: Case, dtype: Dtype, seed: int, *, is_cut: bool = False) 
 
 @EACH_HALF
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
-def test_what_is_certain_rounds_alike_for_every_factor(case: Case, seed: int, dtype: Dtype) -> None:
+def test_what_is_certain_rounds_alike_for_every_factor(case, seed, dtype):
     check_certain(case, dtype, seed)
 
 
 @EACH_HALF
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
-def test_what_is_certain_of_masters_of_24_bits_rounds_alike(case: Case, seed: int, dtype: Dtype) -> None:
+def test_what_is_certain_of_masters_of_24_bits_rounds_alike(case, seed, dtype):
     """Half of the elements come to lie beside midpoints once their thresholds are added."""
     p = case.elements[4]
     thresholds = compact.thresholds(np.arange(len(p)), case.k.turn, 8).astype(np.int32)
@@ -60,7 +60,7 @@ def test_what_is_certain_of_masters_of_24_bits_rounds_alike(case: Case, seed: in
 
 
 @given(seed=st.integers(0, 2**32 - 1), lr=st.floats(1e-4, 1.0))
-def test_sums_with_decay_are_rounded_for_every_factor(seed: int, lr: float) -> None:
+def test_sums_with_decay_are_rounded_for_every_factor(seed, lr):
     """The gradient changes the last bits of a sum that decides about both moments."""
     hyper = dataclasses.replace(ORDINARY, lr=lr, eps=0.0, beta2=0.95, decoupled_weight_decay=False)
     k, rng = Coefficients.at_step(hyper, 1, 0.5).over(Interval(0.25, 0.75)), np.random.default_rng(seed)
@@ -83,9 +83,7 @@ LENGTHS = st.one_of(st.integers(0, 70), st.sampled_from([native.CHUNK - 1, nativ
     length=LENGTHS,
     form=st.sampled_from(FORMATS),
 )
-def test_every_instruction_set_lists_what_the_oracle_does(
-    isa: str, which: Pass, case: Case, gradient: Dtype, out: Dtype, length: int, form: Format
-) -> None:
+def test_every_instruction_set_lists_what_the_oracle_does(isa, which, case, gradient, out, length, form):
     if Format.MOMENTS_8BIT in form:
         case = dataclasses.replace(case, k=dataclasses.replace(case.k, flags=case.k.flags & ~Flag.AMSGRAD))
         length -= length % compact.BLOCK
@@ -108,7 +106,7 @@ def training_case(count: int, factor: float = 0.5) -> Case:
 
 
 @EACH_PASS
-def test_threads_fill_one_list(isa: str, which: Pass) -> None:
+def test_threads_fill_one_list(isa, which):
     listing = Listing(which, training_case(1 << 18), Dtype.BFLOAT16, Dtype.BFLOAT16, 1 << 18, 1 << 13)
     expected = listing.run(isa, threads=3)
     assert 1 << 10 < listing.count == len(expected["index"]) < 1 << 13
@@ -116,7 +114,7 @@ def test_threads_fill_one_list(isa: str, which: Pass) -> None:
         assert differing(actual, expected[name]) == 0, name
 
 
-def test_a_list_that_is_too_short_says_how_long_it_would_be(isa: str) -> None:
+def test_a_list_that_is_too_short_says_how_long_it_would_be(isa):
     listing = Listing(Pass.SPECULATE, training_case(1 << 16), Dtype.BFLOAT16, Dtype.BFLOAT16, 1 << 16, capacity=100)
     expected = listing.run(isa)
     assert listing.count == len(expected["index"]) > 100
@@ -124,7 +122,7 @@ def test_a_list_that_is_too_short_says_how_long_it_would_be(isa: str) -> None:
 
 @EACH_HALF
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_listed_elements_are_patched_with_another_factor(isa: str, dtype: Dtype, form: Format) -> None:
+def test_listed_elements_are_patched_with_another_factor(isa, dtype, form):
     """A pass over the list, with the verdict's factor, makes the published values those of that factor."""
     case = training_case(1 << 16)
     listing = Listing(Pass.SPECULATE, case, Dtype.BFLOAT16, dtype, 1 << 16, capacity=1 << 16, form=form)
@@ -145,7 +143,7 @@ def test_listed_elements_are_patched_with_another_factor(isa: str, dtype: Dtype,
     assert differing(values, reference[listing.arrays["index"].view[: listing.count]]) == 0
 
 
-def test_patches_of_several_segments_reach_their_own_targets(isa: str) -> None:
+def test_patches_of_several_segments_reach_their_own_targets(isa):
     """Over more than one chunk of each, on several threads."""
     case, length = training_case(1 << 18), 1 << 18
     table, published, references = np.zeros(3, native.SEGMENT), [], []
@@ -168,7 +166,7 @@ def test_patches_of_several_segments_reach_their_own_targets(isa: str) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_with_decay_a_denominator_may_not_shrink_to_less_than_a_quarter(isa: str, weight_decay: float) -> None:
+def test_with_decay_a_denominator_may_not_shrink_to_less_than_a_quarter(isa, weight_decay):
     """Where decay cancels most of the gradient; without it, such a denominator is certain."""
     hyper = dataclasses.replace(ORDINARY, lr=1e-9, eps=0.0, weight_decay=weight_decay, decoupled_weight_decay=False)
     k = Coefficients.at_step(hyper, 10**6, 1.0).over(Interval(0.5, 1.25))
@@ -185,7 +183,7 @@ def test_with_decay_a_denominator_may_not_shrink_to_less_than_a_quarter(isa: str
     assert (listing.count == count) == (weight_decay > 0.0)
 
 
-def test_a_list_lacks_no_array_that_the_coefficients_ask_for() -> None:
+def test_a_list_lacks_no_array_that_the_coefficients_ask_for():
     case = training_case(64)
     case = dataclasses.replace(case, k=dataclasses.replace(case.k, flags=case.k.flags | Flag.AMSGRAD))
     listing = Listing(Pass.SPECULATE, case, Dtype.BFLOAT16, Dtype.BFLOAT16, 64, capacity=64)
@@ -196,7 +194,7 @@ def test_a_list_lacks_no_array_that_the_coefficients_ask_for() -> None:
         native.run(Pass.SPECULATE, table, coefficient_table(listing.job.sets))
 
 
-def test_few_elements_are_uncertain_in_fine_tuning() -> None:
+def test_few_elements_are_uncertain_in_fine_tuning():
     """A test that called everything uncertain would be right, and of no use."""
     case = training_case(1 << 18)
     moved = partial(compact.moved_24bit, turn=0x12345678)
@@ -219,7 +217,7 @@ def test_few_elements_are_uncertain_in_fine_tuning() -> None:
     ],
     ids=str,
 )
-def test_a_list_that_cannot_be_filled_is_refused(change: dict[str, int], message: str) -> None:
+def test_a_list_that_cannot_be_filled_is_refused(change, message):
     listing = Listing(Pass.SPECULATE, training_case(64), Dtype.BFLOAT16, Dtype.BFLOAT16, 64, capacity=64)
     table = listing.job.table()
     table["uncertain"] = listing.record.ctypes.data
@@ -230,7 +228,7 @@ def test_a_list_that_cannot_be_filled_is_refused(change: dict[str, int], message
     assert listing.segment.arrays["out"].is_unchanged()
 
 
-def test_a_target_without_an_index_is_refused() -> None:
+def test_a_target_without_an_index_is_refused():
     job = Job(Pass.SPECULATE, [make_segment(1, 8, Dtype.FLOAT32, Dtype.BFLOAT16)], [training_case(1).k])
     table = job.table()
     table["target"] = job.segments[0].arrays["out"].address
@@ -255,14 +253,12 @@ def test_a_target_without_an_index_is_refused() -> None:
         (dataclasses.replace(ORDINARY, lr=1e39), 5, 0.5, Interval(0.4, 0.6)),
     ],
 )
-def test_intervals_that_the_proof_does_not_cover_are_refused(
-    hyper: Hyperparameters, step: int, factor: float, interval: Interval
-) -> None:
+def test_intervals_that_the_proof_does_not_cover_are_refused(hyper, step, factor, interval):
     assert Coefficients.at_step(hyper, step, factor).over(interval) is None
 
 
 @given(lr=st.floats(1e-8, 1.0), step=st.integers(1, 10**6), factor=st.floats(1e-6, 1.0), rounds=st.booleans())
-def test_scalars_of_the_test_are_rounded_up(lr: float, step: int, factor: float, rounds: bool) -> None:
+def test_scalars_of_the_test_are_rounded_up(lr, step, factor, rounds):
     k = Coefficients.at_step(dataclasses.replace(ORDINARY, lr=lr), step, factor, rounds=rounds)
     for width in (1.0, 1.01, 1.5, 3.9):
         low, high = float(np.float32(k.s / width)), float(np.float32(k.s * width))

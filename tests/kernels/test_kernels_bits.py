@@ -40,7 +40,7 @@ def check_against_oracle(job: Job, isa: str, threads: int = 1) -> None:
 @pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
-def test_bits_of_the_oracle(isa: str, which: Pass, data: st.DataObject) -> None:
+def test_bits_of_the_oracle(isa, which, data):
     check_against_oracle(data.draw(jobs(which)), isa)
 
 
@@ -56,7 +56,7 @@ VARIANTS = [
     VARIANTS,
     ids=lambda value: str(value) if isinstance(value, bool) else value.name or "FLOAT32",
 )
-def test_every_variant_has_the_bits_of_the_oracle(isa: str, which: Pass, form: Format, amsgrad: bool) -> None:
+def test_every_variant_has_the_bits_of_the_oracle(isa, which, form, amsgrad):
     """Nothing left to chance: each combination of dtypes, with and without the norm, all magnitudes at once."""
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad, maximize=False, decoupled_weight_decay=not amsgrad)
     norms = [True] if which is Pass.NORM else [False, True]
@@ -77,7 +77,7 @@ def test_every_variant_has_the_bits_of_the_oracle(isa: str, which: Pass, form: F
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT64], ids=lambda dtype: dtype.name)
-def test_of_equal_moments_the_greatest_is_the_older_one(isa: str, dtype: Dtype) -> None:
+def test_of_equal_moments_the_greatest_is_the_older_one(isa, dtype):
     """The sign of a zero tells them apart."""
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, amsgrad=True, maximize=False, decoupled_weight_decay=True)
     segment = make_segment(1, 77, dtype, Dtype.NONE)
@@ -90,7 +90,7 @@ def test_of_equal_moments_the_greatest_is_the_older_one(isa: str, dtype: Dtype) 
 
 @pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.UPDATE], ids=lambda which: which.name)
 @pytest.mark.parametrize("out_dtype", HALVES_AND_FLOAT32, ids=lambda dtype: dtype.name)
-def test_stores_past_the_caches_have_the_same_bits(isa: str, which: Pass, out_dtype: Dtype) -> None:
+def test_stores_past_the_caches_have_the_same_bits(isa, which, out_dtype):
     """From 4 Mi elements on, an aligned `out` is written past the caches; one that is not aligned is not."""
     sets = [Coefficients.at_step(ORDINARY, 3)]
     job = Job(which, [make_segment(i, 9001, Dtype.BFLOAT16, out_dtype, offsets=[4 * i]) for i in range(2)], sets)
@@ -103,7 +103,7 @@ def test_stores_past_the_caches_have_the_same_bits(isa: str, which: Pass, out_dt
 
 
 @pytest.mark.parametrize("which", [Pass.COMMIT_AND_SPECULATE, Pass.NORM], ids=lambda which: which.name)
-def test_doubles_over_several_chunks(which: Pass) -> None:
+def test_doubles_over_several_chunks(which):
     """fp64 has one kernel for all instruction sets; the oracle takes too long for it to draw such lengths."""
     sets = [Coefficients.at_step(ORDINARY, step, 0.37, double=True) for step in (8, 7)]
     out_dtype = Dtype.NONE if which is Pass.NORM else Dtype.FLOAT64
@@ -112,7 +112,7 @@ def test_doubles_over_several_chunks(which: Pass) -> None:
     check_against_oracle(Job(which, [segment], sets), "scalar")
 
 
-def test_empty_jobs_do_nothing(isa: str) -> None:
+def test_empty_jobs_do_nothing(isa):
     for which in Pass:
         native.run(which, np.zeros(0, native.SEGMENT), isa=isa)
         nulls = np.zeros(5, native.SEGMENT)
@@ -120,5 +120,5 @@ def test_empty_jobs_do_nothing(isa: str) -> None:
         native.run(which, nulls, np.zeros(1, native.COEFFICIENTS), isa=isa)
 
 
-def test_chunks_and_lanes_are_those_of_the_oracle() -> None:
+def test_chunks_and_lanes_are_those_of_the_oracle():
     assert (formula.CHUNK, formula.LANES) == (native.CHUNK, native.lib.SUPERADAM_LANES)

@@ -106,9 +106,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
 
     @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT64], ids=lambda dtype: dtype.name)
     @DRAWN
-    def test_bits_of_torch_fused(
-        isa: str, dtype: Dtype, hyper: Hyperparameters, length: int, kind: Magnitudes, seed: int
-    ) -> None:
+    def test_bits_of_torch_fused(isa, dtype, hyper, length, kind, seed):
         assume(has_scalars_of_torch_fused(hyper, dtype))
         segment, gradients = make_states(length, kind, seed, dtype)
         reference = TorchAdam(hyper, segment.arrays["master"].view, fused=True)
@@ -121,9 +119,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT64], ids=lambda dtype: dtype.name)
 @DRAWN
-def test_moments_of_torch_default(
-    isa: str, dtype: Dtype, hyper: Hyperparameters, length: int, kind: Magnitudes, seed: int
-) -> None:
+def test_moments_of_torch_default(isa, dtype, hyper, length, kind, seed):
     """Its square root is not correctly rounded, so p may differ in a last bit, which L2 would carry into m and v."""
     segment, gradients = make_states(length, kind, seed, dtype)
     reference = TorchAdam(hyper, segment.arrays["master"].view, foreach=False)
@@ -152,7 +148,7 @@ def run_from_zero_moments(which: Pass, segment: Segment, isa: str, **scalars: fl
 
 
 @EACH_HALF
-def test_widening_of_all_patterns(isa: str, dtype: Dtype) -> None:
+def test_widening_of_all_patterns(isa, dtype):
     patterns = np.arange(1 << 16, dtype=np.uint16)
     theirs = torch.from_numpy(patterns.copy()).view(HALVES[dtype]).float().numpy()
     segment = make_segment(0, len(patterns), dtype)
@@ -174,7 +170,7 @@ def check_narrowing(values: np.ndarray, dtype: Dtype, isa: str) -> None:
 
 
 @EACH_HALF
-def test_narrowing_at_every_boundary(isa: str, dtype: Dtype) -> None:
+def test_narrowing_at_every_boundary(isa, dtype):
     """Each value of the half type, each tie between neighbours, what lies next to both, and NaNs full of ones."""
     values = widen(np.arange(1 << 16, dtype=np.uint16), dtype)
     finite = np.unique(values[np.isfinite(values)])
@@ -190,5 +186,5 @@ def test_narrowing_at_every_boundary(isa: str, dtype: Dtype) -> None:
 
 @EACH_HALF
 @given(seed=st.integers(0, 2**32 - 1))
-def test_narrowing_of_any_bits(isa: str, dtype: Dtype, seed: int) -> None:
+def test_narrowing_of_any_bits(isa, dtype, seed):
     check_narrowing(random_array(np.random.default_rng(seed), 4096, Magnitudes.BITS, np.float32), dtype, isa)

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +66,7 @@ def bad_segments() -> Iterator[tuple[Pass, dict[str, int], str]]:
 
 
 @pytest.mark.parametrize(("which", "change", "message"), [*bad_segments()], ids=str)
-def test_a_segment_that_the_pass_cannot_take_is_refused(which: Pass, change: dict[str, int], message: str) -> None:
+def test_a_segment_that_the_pass_cannot_take_is_refused(which, change, message):
     job = make_job(which)
     table = job.table()
     for name, value in change.items():
@@ -75,7 +75,7 @@ def test_a_segment_that_the_pass_cannot_take_is_refused(which: Pass, change: dic
 
 
 @pytest.mark.parametrize("name", ["coefficients", "accepted_coefficients"])
-def test_maxima_are_needed_where_either_of_two_steps_has_amsgrad(name: str) -> None:
+def test_maxima_are_needed_where_either_of_two_steps_has_amsgrad(name):
     job = make_job(Pass.COMMIT_AND_SPECULATE)
     job.sets.append(Coefficients.at_step(replace(HYPER, amsgrad=False), 3))
     table = job.table()
@@ -86,7 +86,7 @@ def test_maxima_are_needed_where_either_of_two_steps_has_amsgrad(name: str) -> N
 
 
 @EACH_PASS
-def test_an_array_that_the_pass_does_not_use_may_be_missing(which: Pass) -> None:
+def test_an_array_that_the_pass_does_not_use_may_be_missing(which):
     job = make_job(which)
     for segment in job.segments:
         segment.arrays = {name: placed for name, placed in segment.arrays.items() if name in USED[which]}
@@ -96,7 +96,7 @@ def test_an_array_that_the_pass_does_not_use_may_be_missing(which: Pass) -> None
 
 
 @pytest.mark.parametrize("name", ["sums", "nonfinite"])
-def test_sums_come_with_nonfinite(name: str) -> None:
+def test_sums_come_with_nonfinite(name):
     job = Job(Pass.UPDATE, [make_segment(1, 100, Dtype.FLOAT32, norm=True)], [Coefficients.at_step(HYPER, 3)])
     table = job.table()
     table[name] = 0
@@ -104,25 +104,25 @@ def test_sums_come_with_nonfinite(name: str) -> None:
 
 
 @pytest.mark.parametrize("which", [-1, len(Pass), 1 << 30])
-def test_an_unknown_pass_is_refused(which: int) -> None:
+def test_an_unknown_pass_is_refused(which):
     job = make_job(Pass.UPDATE)
     check_refused(job, job.table(), "no such pass", which=which)
 
 
 @EACH_PASS
-def test_an_unknown_isa_is_refused(which: Pass) -> None:
+def test_an_unknown_isa_is_refused(which):
     job = make_job(which)
     check_refused(job, job.table(), "available_isas", isa="mmx")
 
 
 @pytest.mark.parametrize("row", [-1, lib.superadam_isa_count(), 1 << 30])
-def test_rows_that_do_not_exist_are_no_instruction_sets(row: int) -> None:
+def test_rows_that_do_not_exist_are_no_instruction_sets(row):
     assert lib.superadam_isa_name(row) == ffi.NULL
     assert lib.superadam_isa_status(row) == lib.SUPERADAM_NOT_COMPILED
 
 
 @pytest.mark.parametrize("spoil", [lambda table: table.view(np.uint64), lambda table: table[::2]])
-def test_a_table_of_another_layout_is_refused(spoil: Callable[[np.ndarray], np.ndarray]) -> None:
+def test_a_table_of_another_layout_is_refused(spoil):
     job = make_job(Pass.UPDATE)
     check_refused(job, spoil(job.table()), "SEGMENT|contiguous")
 
@@ -131,7 +131,7 @@ def test_a_table_of_another_layout_is_refused(spoil: Callable[[np.ndarray], np.n
 
 
 @pytest.fixture
-def _fresh_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fresh_choices(monkeypatch):
     """As in a new process without environment variables; the old choices come back afterwards."""
     monkeypatch.setattr(native, "_active", None)
     monkeypatch.setattr(native, "_num_threads", None)
@@ -139,18 +139,18 @@ def _fresh_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUPERADAM_THREADS", raising=False)
 
 
-def test_scalar_is_always_available_and_last() -> None:
+def test_scalar_is_always_available_and_last():
     assert superadam.available_isas()[-1] == "scalar"
     assert native.known_isas()["scalar"] == "runnable"
 
 
 @pytest.mark.usefixtures("_fresh_choices")
-def test_the_best_isa_is_the_default() -> None:
+def test_the_best_isa_is_the_default():
     assert superadam.active_isa() == superadam.available_isas()[0]
 
 
 @pytest.mark.usefixtures("_fresh_choices")
-def test_the_environment_forces_an_isa(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_forces_an_isa(isa, monkeypatch):
     monkeypatch.setenv("SUPERADAM_ISA", isa)
     assert superadam.active_isa() == isa
     native.set_active_isa(superadam.available_isas()[0])
@@ -166,7 +166,7 @@ def test_the_environment_forces_an_isa(isa: str, monkeypatch: pytest.MonkeyPatch
         ("not supported", "is not supported by this CPU"),
     ],
 )
-def test_an_isa_that_cannot_run_raises(status: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isa_that_cannot_run_raises(status, reason, monkeypatch):
     known = {"mmx": status, "scalar": "runnable"} if status else {"scalar": "runnable"}
     monkeypatch.setattr(native, "known_isas", lambda: known)
     monkeypatch.setenv("SUPERADAM_ISA", "mmx")
@@ -177,7 +177,7 @@ def test_an_isa_that_cannot_run_raises(status: str | None, reason: str, monkeypa
 
 
 @pytest.mark.slow
-def test_the_environment_is_read_in_a_new_process() -> None:
+def test_the_environment_is_read_in_a_new_process():
     code = "import superadam.kernels.native as n; print(n.active_isa(), n.get_num_threads())"
     environment = os.environ | {"SUPERADAM_ISA": "scalar", "SUPERADAM_THREADS": "3"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
@@ -186,7 +186,7 @@ def test_the_environment_is_read_in_a_new_process() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_choices")
-def test_scalar_by_surprise_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_scalar_by_surprise_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(native, "known_isas", lambda: {"avx2": "not supported", "scalar": "runnable"})
     with caplog.at_level(logging.WARNING, "superadam"):
         assert superadam.active_isa() == superadam.active_isa() == "scalar"
@@ -197,7 +197,7 @@ def test_scalar_by_surprise_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.usefixtures("_fresh_choices")
-def test_scalar_by_choice_is_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_scalar_by_choice_is_silent(monkeypatch, caplog):
     monkeypatch.setenv("SUPERADAM_ISA", "scalar")
     assert superadam.active_isa() == "scalar"
     assert not caplog.records
@@ -207,7 +207,7 @@ def test_scalar_by_choice_is_silent(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 @pytest.mark.usefixtures("_fresh_choices")
-def test_the_default_is_a_thread_for_each_cpu() -> None:
+def test_the_default_is_a_thread_for_each_cpu():
     assert native.get_num_threads() == len(os.sched_getaffinity(0))
     native.set_num_threads(5)
     assert native.get_num_threads() == 5
@@ -215,14 +215,14 @@ def test_the_default_is_a_thread_for_each_cpu() -> None:
 
 @pytest.mark.usefixtures("_fresh_choices")
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
-def test_a_bad_number_of_threads_in_the_environment_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_number_of_threads_in_the_environment_raises(text, monkeypatch):
     monkeypatch.setenv("SUPERADAM_THREADS", text)
     with pytest.raises(ValueError, match=f"SUPERADAM_THREADS is '{text}'; expected a positive integer"):
         native.get_num_threads()
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.0, True, "2", None])
-def test_a_bad_number_of_threads_raises(count: object) -> None:
+def test_a_bad_number_of_threads_raises(count):
     before = native.get_num_threads()
     with pytest.raises(ValueError, match="expected an integer of at least 1"):
         native.set_num_threads(count)
@@ -233,10 +233,10 @@ def test_a_bad_number_of_threads_raises(count: object) -> None:
 
 
 @given(st.lists(st.floats()))
-def test_ordered_sum_adds_in_order(values: list[float]) -> None:
+def test_ordered_sum_adds_in_order(values):
     ours, expected = native.ordered_sum(np.array(values)), formula.ordered_sum(np.array(values))
     assert np.array_equal([ours], [expected], equal_nan=True)
 
 
-def test_chunk_count() -> None:
+def test_chunk_count():
     assert [native.chunk_count(n) for n in (0, 1, 4096, 4097, 8192)] == [0, 1, 1, 2, 2]

@@ -44,9 +44,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("look", [_places.look, places._look_in_python], ids=["C", "Python"])
-def test_every_change_of_memory_or_layout_is_seen(
-    change: str, look: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_change_of_memory_or_layout_is_seen(change, look, monkeypatch):
     monkeypatch.setattr(places, "_look", look)
     tensors = [torch.ones(6, 6) for _ in range(3)]
     before = places_of(tensors)
@@ -60,7 +58,7 @@ def test_every_change_of_memory_or_layout_is_seen(
     assert present[2].tolist() == before[2].tolist()
 
 
-def test_both_ways_find_the_same() -> None:
+def test_both_ways_find_the_same():
     """But for the hash of the layout, which is compared with its own kind alone."""
     with torch.inference_mode():
         uncounted = torch.ones(3)
@@ -78,12 +76,12 @@ def test_both_ways_find_the_same() -> None:
     assert ((found[:, LAYOUT] == 0) == (expected[:, LAYOUT] == 0)).all()
 
 
-def test_an_array_of_another_length_is_refused() -> None:
+def test_an_array_of_another_length_is_refused():
     with pytest.raises(ValueError, match="one place for each tensor"):
         _places.look([torch.ones(3)], np.zeros(9, np.int64))
 
 
-def test_another_version_of_dlpack_is_refused() -> None:
+def test_another_version_of_dlpack_is_refused():
     with pytest.raises(ValueError, match="incorrect name"):
         _places.use(torch._C._to_dlpack(torch.ones(3)), None, None, "", "")
     new = ctypes.pythonapi.PyCapsule_New
@@ -135,7 +133,7 @@ def test_nothing_is_left_of_a_look() -> None:
     ("shape", "strides", "offset"),
     [((3, 4), (4, 1), 0), ((3, 4), (1, 3), 2), ((2, 2), (5, 1), 1), ((4,), (0,), 3), ((1, 5), (7, 2), 0), ((), (), 6)],
 )
-def test_memory_suffices_to_the_byte(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
+def test_memory_suffices_to_the_byte(shape, strides, offset):
     places_of_elements = itertools.product(*map(range, shape))
     last = offset + max(sum(map(int.__mul__, where, strides)) for where in places_of_elements)
     tensor = torch.zeros(100).as_strided(shape, strides, offset)
@@ -145,6 +143,6 @@ def test_memory_suffices_to_the_byte(shape: tuple[int, ...], strides: tuple[int,
     assert not has_memory(tensor)
 
 
-def test_nothing_needs_no_memory() -> None:
+def test_nothing_needs_no_memory():
     assert has_memory(torch.zeros(0, 3))
     assert not has_memory(torch.zeros(1, device="meta"))

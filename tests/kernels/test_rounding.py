@@ -38,7 +38,7 @@ def patterns(numel: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000])
-def test_it_has_the_bits_of_the_oracle(numel: int, step: int) -> None:
+def test_it_has_the_bits_of_the_oracle(numel, step):
     values = patterns(numel)
     before = values.clone()
     turn = Coefficients.at_step(HYPER, step, compact=True).turn
@@ -55,7 +55,7 @@ def test_it_has_the_bits_of_the_oracle(numel: int, step: int) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
-def test_8_bits_have_those_of_the_oracle(key: str, step: int) -> None:
+def test_8_bits_have_those_of_the_oracle(key, step):
     generator = torch.Generator().manual_seed(step)
     values = torch.randn(20 * 64, generator=generator) * 10.0 ** torch.randint(-9, 3, (20 * 64,), generator=generator)
     values = values.square() if key == "exp_avg_sq" else values
@@ -67,7 +67,7 @@ def test_8_bits_have_those_of_the_oracle(key: str, step: int) -> None:
     assert torch.equal(rounded.view(torch.int32), torch.from_numpy(expected).view(torch.int32))
 
 
-def test_values_are_rounded_up_as_often_as_they_are_above_what_is_stored() -> None:
+def test_values_are_rounded_up_as_often_as_they_are_above_what_is_stored():
     values = torch.full((64,), 1.0 + 0.3 * 2**-7)
     means = [round_by_thresholds(values, step, 16).double().mean().item() for step in range(1, 65)]
     assert set(round_by_thresholds(values, 1, 16).tolist()) == {1.0, 1.0 + 2**-7}
@@ -77,7 +77,7 @@ def test_values_are_rounded_up_as_often_as_they_are_above_what_is_stored() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_store_what_it_says(dtype: torch.dtype) -> None:
+def test_steps_store_what_it_says(dtype):
     parameters = [torch.nn.Parameter(patterns(300).nan_to_num(1.0, 1.0, 1.0).clamp(-2, 2).to(dtype)) for _ in range(2)]
     optimizers = [SpeculativeCPUAdam([one], moments=how) for one, how in zip(parameters, ("fp32", "bf16"), strict=True)]
     gradient = torch.randn(300, generator=torch.Generator().manual_seed(1)).to(dtype)

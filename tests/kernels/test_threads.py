@@ -46,7 +46,7 @@ def threads_now() -> set[int]:
 
 
 @pytest.mark.parametrize("which", [Pass.UPDATE, Pass.NORM], ids=lambda which: which.name)
-def test_any_number_of_threads_gives_the_same_bits(isa: str, which: Pass) -> None:
+def test_any_number_of_threads_gives_the_same_bits(isa, which):
     lengths = lengths_for(7)
     expected = make_job(*lengths, which=which).expected()
     for threads in (1, 2, 3, 7):
@@ -55,10 +55,10 @@ def test_any_number_of_threads_gives_the_same_bits(isa: str, which: Pass) -> Non
         job.check(expected)
 
 
-def test_as_many_threads_join_as_a_job_is_long() -> None:
+def test_as_many_threads_join_as_a_job_is_long():
     """A child begins with one thread and an empty pool."""
 
-    def work() -> None:
+    def work():
         before = len(threads_now())
         make_job(2 * CHUNKS_PER_THREAD * native.CHUNK - native.CHUNK).run("scalar", threads=7)
         assert len(threads_now()) - before == 0
@@ -79,10 +79,10 @@ def processor_nanoseconds(threads: set[int]) -> np.ndarray:
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell")
-def test_as_many_threads_work_as_a_job_was_given() -> None:
+def test_as_many_threads_work_as_a_job_was_given():
     """A thread that works takes a 64th of this job at the least; one that wakes in vain takes microseconds."""
 
-    def work() -> None:
+    def work():
         others = threads_now() - {threading.get_native_id()}
         make_job(*lengths_for(7)).run("scalar", threads=7)
         ours = threads_now() - others
@@ -99,10 +99,10 @@ def test_as_many_threads_work_as_a_job_was_given() -> None:
     assert exit_code_of_child(work) == 0
 
 
-def test_idle_threads_use_no_processor_time() -> None:
+def test_idle_threads_use_no_processor_time():
     """One spinning thread alone would use the whole half second; waking and sleeping again uses microseconds."""
 
-    def work() -> None:
+    def work():
         others = len(threads_now())
         make_job(*lengths_for(7)).run("scalar", threads=7)
         before = time.process_time()
@@ -119,10 +119,10 @@ def blocked_signals(thread: int) -> int:
     return int(line.split()[1], 16)
 
 
-def test_signals_stay_with_the_threads_of_the_program() -> None:
+def test_signals_stay_with_the_threads_of_the_program():
     """A signal that the program waits for, or that is to interrupt its main thread, is never delivered to the pool."""
 
-    def work() -> None:
+    def work():
         caller = threading.get_native_id()
         before, there = blocked_signals(caller), threads_now()
         make_job(*lengths_for(3)).run("scalar", threads=3)
@@ -135,11 +135,11 @@ def test_signals_stay_with_the_threads_of_the_program() -> None:
     assert exit_code_of_child(work) == 0
 
 
-def test_concurrent_callers_get_right_results(isa: str) -> None:
+def test_concurrent_callers_get_right_results(isa):
     lengths = lengths_for(3)
     expected = make_job(*lengths).expected()
 
-    def run_one(threads: int) -> Job:
+    def run_one(threads):
         job = make_job(*lengths)
         job.run(isa, threads)
         return job
@@ -149,18 +149,18 @@ def test_concurrent_callers_get_right_results(isa: str) -> None:
             job.check(expected)
 
 
-def test_callers_that_wait_for_their_jobs_at_once_all_wake() -> None:
+def test_callers_that_wait_for_their_jobs_at_once_all_wake():
     """Short jobs, so that their ends often meet."""
     start = threading.Barrier(3)
 
-    def run_many() -> None:
+    def run_many():
         job = make_job(*lengths_for(3), which=Pass.NORM)
         table = job.table()
         for _ in range(300):
             start.wait()
             native.run(Pass.NORM, table, threads=3)
 
-    def work() -> None:
+    def work():
         with ThreadPoolExecutor(3) as callers:
             for one in [callers.submit(run_many) for _ in range(3)]:
                 one.result()
@@ -168,11 +168,11 @@ def test_callers_that_wait_for_their_jobs_at_once_all_wake() -> None:
     assert exit_code_of_child(work) == 0
 
 
-def test_the_pool_survives_fork() -> None:
+def test_the_pool_survives_fork():
     lengths = lengths_for(3)
     expected = make_job(*lengths).expected()
 
-    def work() -> None:
+    def work():
         before = len(threads_now())
         job = make_job(*lengths)
         job.run("scalar", threads=3)
@@ -187,19 +187,19 @@ def test_the_pool_survives_fork() -> None:
 
 
 @pytest.mark.slow
-def test_fork_while_another_thread_runs_jobs() -> None:
+def test_fork_while_another_thread_runs_jobs():
     lengths = lengths_for(2)
     expected = make_job(*lengths).expected()
     done, stop = [0], threading.Event()
 
-    def keep_running() -> None:
+    def keep_running():
         while not stop.is_set():
             job = make_job(*lengths)
             job.run("scalar", threads=2)
             job.check(expected)
             done[0] += 1
 
-    def work() -> None:
+    def work():
         job = make_job(*lengths)
         job.run("scalar", threads=2)
         job.check(expected)
@@ -218,13 +218,13 @@ def test_fork_while_another_thread_runs_jobs() -> None:
         running.result()
 
 
-def test_the_interpreter_goes_on_while_a_job_runs() -> None:
+def test_the_interpreter_goes_on_while_a_job_runs():
     """The GIL is released: another Python thread counts while this one is inside a single long call."""
     job = make_job(1 << 18)
     table = np.repeat(job.table(), 128)
     inside, counts = threading.Event(), []
 
-    def count() -> None:
+    def count():
         inside.wait()
         while inside.is_set():
             counts.append(time.perf_counter())

@@ -108,17 +108,17 @@ TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FI
 OWN = defined(TREES.values())
 
 
-def test_the_package_is_looked_at_whole() -> None:
+def test_the_package_is_looked_at_whole():
     assert {"gpu/scatter.py", "handles/gradient_handle.py", HOME} <= TREES.keys()
     assert len(foreign(TREES[HOME], OWN)) > 20
 
 
-def test_private_names_stand_in_one_module() -> None:
+def test_private_names_stand_in_one_module():
     names = {(path, name) for path in TREES.keys() - {HOME} for name in foreign(TREES[path], OWN)} - ALLOWED.keys()
     assert not names, f"these are private to another library; give them a place in {HOME}"
 
 
-def test_exceptions_are_needed() -> None:
+def test_exceptions_are_needed():
     assert [name for path, name in ALLOWED if name not in foreign(TREES[path], OWN)] == []
 
 
@@ -138,7 +138,7 @@ def test_exceptions_are_needed() -> None:
         "optimizer._opt_called = True",
     ],
 )
-def test_private_names_are_seen(line: str) -> None:
+def test_private_names_are_seen(line):
     assert foreign(ast.parse(line), OWN)
     assert not foreign(ast.parse("self._device; state.parameter; '__name__'; from superadam import _kernels"), OWN)
 
@@ -577,12 +577,12 @@ def _() -> bool:
     return found == timedelta(seconds=77) and torch_private.timeout_of(None) is None
 
 
-def test_every_name_is_checked() -> None:
+def test_every_name_is_checked():
     assert set(torch_private.FOUND) <= RELIED_ON.keys()
 
 
 @pytest.mark.parametrize("path", RELIED_ON)
-def test_torch_still_does_what_is_relied_on(path: str, one_rank: None) -> None:
+def test_torch_still_does_what_is_relied_on(path, one_rank):
     sentence, check = RELIED_ON[path]
     expected = f"torch.{path} {sentence}"
     assert torch_private.FOUND.get(path, True), f"{expected}: it is gone from torch {torch.__version__}"
@@ -597,7 +597,7 @@ def test_torch_still_does_what_is_relied_on(path: str, one_rank: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Any:
+def runs():
     """Return what came out of training with and without names."""
     command = [sys.executable, without_names.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -605,13 +605,13 @@ def runs() -> Any:
     return json.loads(done.stdout)
 
 
-def test_without_a_name_that_only_handles_need_no_gradient_is_taken(runs: Any) -> None:
+def test_without_a_name_that_only_handles_need_no_gradient_is_taken(runs):
     expected = {path: [] if path in NEEDED_ALONE else [path] for path in torch_private.FOUND}
     assert runs["missing"] == expected
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
-def test_without_names_the_bits_are_the_same(kind: str, runs: Any) -> None:
+def test_without_names_the_bits_are_the_same(kind, runs):
     usual = runs[kind][NONE]
     for name, run in runs[kind].items():
         assert "error" not in run, f"{name}: {run['error']}"
@@ -624,24 +624,22 @@ def test_without_names_the_bits_are_the_same(kind: str, runs: Any) -> None:
     assert len(usual["digests"]) == {"plain": 1, "sharded": 2}[kind]
 
 
-def test_without_a_spec_a_part_elsewhere_is_refused() -> None:
+def test_without_a_spec_a_part_elsewhere_is_refused():
     one = SimpleNamespace(device_mesh=SimpleNamespace(device_type="cpu"))
     with pytest.raises(RuntimeError, match=r"no DTensor\._spec.* meta .* cpu devices; install"):
         torch_private.dtensor_like(one, torch.empty(4, 2, device="meta"))
 
 
-def test_without_its_mark_fsdp1_is_seen_while_a_module_is_wrapped(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_mark_fsdp1_is_seen_while_a_module_is_wrapped(one_rank, monkeypatch):
     model = wrapped()
     monkeypatch.delattr(distributed.fsdp._common_utils, "FSDP_FLATTENED")
     assert torch_private.are_flattened(model.parameters())
 
 
-def test_without_the_flag_a_handle_met_by_a_compiler_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_flag_a_handle_met_by_a_compiler_is_given_back(monkeypatch):
     from torch._dynamo import compiled_autograd
 
     monkeypatch.delattr(compiled_autograd, "compiled_autograd_enabled")
-    one: Any = taken()
+    one = taken()
     assert one.grad.untyped_storage().nbytes() == 12
     assert one.grad.taken.is_given

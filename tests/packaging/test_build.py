@@ -58,7 +58,7 @@ def configure(build: Path, *options: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def scalar_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scalar_kernels(tmp_path_factory):
     """Return the module built without any vector kernels."""
     build = tmp_path_factory.mktemp("scalar")
     configure(build, "-DSUPERADAM_SIMD=OFF")
@@ -95,11 +95,11 @@ def check_is_scalar_and_says_so(report: Mapping[str, Any], status: str) -> None:
     assert all(f"{name} is {status}" in warning for name in vector_isas)
 
 
-def test_a_build_without_vector_kernels_works_and_says_so(scalar_kernels: Path) -> None:
+def test_a_build_without_vector_kernels_works_and_says_so(scalar_kernels):
     check_is_scalar_and_says_so(report_of(run_elsewhere(scalar_kernels)), "not compiled")
 
 
-def test_what_runs_before_dispatch_uses_baseline_instructions(scalar_kernels: Path) -> None:
+def test_what_runs_before_dispatch_uses_baseline_instructions(scalar_kernels):
     """Everything but the vector kernels; that the files get the same flags in a full build is the next test."""
     done = subprocess.run(["objdump", "-d", scalar_kernels], check=True, capture_output=True, text=True)
     assert "<superadam_run>:" in done.stdout
@@ -107,7 +107,7 @@ def test_what_runs_before_dispatch_uses_baseline_instructions(scalar_kernels: Pa
     assert re.findall(rf".*(?:{BEYOND_BASELINE}).*", done.stdout) == []
 
 
-def test_only_vector_kernels_get_vector_flags(tmp_path: Path) -> None:
+def test_only_vector_kernels_get_vector_flags(tmp_path):
     for command in configure(tmp_path):
         path = Path(command["file"])
         flags = [flag for flag in command["command"].split() if flag.startswith("-m")]
@@ -118,12 +118,12 @@ def test_only_vector_kernels_get_vector_flags(tmp_path: Path) -> None:
         assert "-ffast-math" not in command["command"], path
 
 
-def test_without_a_compiler_the_build_says_so_in_one_sentence(tmp_path: Path) -> None:
+def test_without_a_compiler_the_build_says_so_in_one_sentence(tmp_path):
     said = refusal_of_cmake(tmp_path, "-DCMAKE_MAKE_PROGRAM=/bin/true", PATH=str(tmp_path), CC="")
     assert "superadam is compiled here and found no C compiler; install gcc or clang, or install a wheel." in said
 
 
-def test_a_compiler_that_lacks_a_vector_instruction_set_is_refused(tmp_path: Path) -> None:
+def test_a_compiler_that_lacks_a_vector_instruction_set_is_refused(tmp_path):
     old = tmp_path / "old"
     old.write_text('#!/bin/sh\ncase "$*" in *-mavx512bw*|*+sve*) exit 1; esac\nexec cc "$@"\n')
     old.chmod(0o755)
@@ -147,15 +147,15 @@ INSTALLED = Path(_kernels.__file__)
 
 if IS_X86:
 
-    def test_a_cpu_without_avx2_works_and_says_so() -> None:
+    def test_a_cpu_without_avx2_works_and_says_so():
         check_is_scalar_and_says_so(report_of(run_elsewhere(INSTALLED, emulate("Nehalem"))), "not supported")
 
-    def test_a_cpu_without_avx2_refuses_it() -> None:
+    def test_a_cpu_without_avx2_refuses_it():
         done = run_elsewhere(INSTALLED, emulate("Nehalem"), SUPERADAM_ISA="avx2")
         assert done.returncode == 1
         assert "SUPERADAM_ISA 'avx2' is not supported by this CPU; available here: scalar" in done.stderr
 
-    def test_a_cpu_without_avx512_uses_avx2() -> None:
+    def test_a_cpu_without_avx512_uses_avx2():
         report = report_of(run_elsewhere(INSTALLED, emulate("Haswell")))
         assert (report["available"], report["active"], report["differing"]) == (["avx2", "scalar"], "avx2", 0)
         assert report["warnings"] == []

@@ -89,9 +89,7 @@ UNSTABLE = "const char *PyUnicode_AsUTF8(void *);\n"
     ],
     ids=["sound", "kernels", "glibc", "library", "export", "rpath", "path", "abi"],
 )
-def test_what_is_wrong_with_a_module(
-    before: str, used: str, options: tuple[str, ...], glibc: str, expected: list[str], tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_a_module(before, used, options, glibc, expected, tmp_path):
     module = compiled(tmp_path, before + SOURCE, f"-DUSED={used}", *options, glibc=glibc)
     told = [what.format(name=MODULES[0], folder=tmp_path) for what in expected]
     assert list(refusals(wheel_of(tmp_path, module))) == told
@@ -105,12 +103,12 @@ def test_what_is_wrong_with_a_module(
         (tag_of("aarch64"), tag_of("aarch64"), f"{MODULES[0]} is for EM_X86_64, expected EM_AARCH64"),
     ],
 )
-def test_a_wrong_tag(name: str, tag: str, expected: str, tmp_path: Path) -> None:
+def test_a_wrong_tag(name, tag, expected, tmp_path):
     wheel = wheel_of(tmp_path, compiled(tmp_path, SOURCE, "-DUSED=0", *SOUND), name, tag)
     assert next(refusals(wheel)) == expected
 
 
-def test_a_module_that_is_missing_or_not_expected(tmp_path: Path) -> None:
+def test_a_module_that_is_missing_or_not_expected(tmp_path):
     wheel = wheel_of(tmp_path, compiled(tmp_path, SOURCE, "-DUSED=0", *SOUND))
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.write(tmp_path / "module.so", "superadam/more.so")

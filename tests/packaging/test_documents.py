@@ -1,7 +1,5 @@
 """What the documents point at is there: files that links name, and tests that prose names."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -16,7 +14,7 @@ TEST = re.compile(r"`(tests/[\w./]+)`")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_and_tests_exist(document: Path) -> None:
+def test_links_and_tests_exist(document):
     text = document.read_text()
     text = text.replace(f"]({SITE}", f"]({ROOT}/")
     links = [document.parent / target for target in LINK.findall(text) if "://" not in target]
@@ -24,6 +22,6 @@ def test_links_and_tests_exist(document: Path) -> None:
     assert not missing
 
 
-def test_links_of_the_readme_are_absolute() -> None:
+def test_links_of_the_readme_are_absolute():
     """A package index shows it, too."""
     assert [target for target in LINK.findall((ROOT / "README.md").read_text()) if not target.startswith(SITE)] == []

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -110,11 +112,11 @@ def check(folder: Path, program: Program = in_this_process, seconds: float = 100
 
 
 @pytest.fixture(autouse=True)
-def _no_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_sanitizer(monkeypatch):
     monkeypatch.setattr(checks, "sanitizer_path", lambda: None)
 
 
-def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
     status, results = check(tmp_path / "new", remembered)
     outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
     assert outcomes == {**dict.fromkeys(STAGES, "good"), "sanitizer": "left out"}, results
@@ -158,9 +160,7 @@ def differing(done: Done) -> Done:
         (sides.OVERLAPPED, lambda _: Done(1, "RuntimeError: lost", 1.0), "throughput", "RuntimeError: lost"),
     ],
 )
-def test_fault_is_a_failure_and_the_rest_goes_on(
-    kind: str, instead: Callable[[Done], Done], stage: str, words: str, tmp_path: Path
-) -> None:
+def test_fault_is_a_failure_and_the_rest_goes_on(kind, instead, stage, words, tmp_path):
     status, results = check(tmp_path, but(kind, instead))
     assert status == 1
     failed = {name: found for name, found in results["stages"].items() if found["outcome"] == "failed"}
@@ -180,7 +180,7 @@ def test_fault_is_a_failure_and_the_rest_goes_on(
         ({}, ""),
     ],
 )
-def test_only_a_run_that_shows_something_is_right(change: dict[str, Any], words: str) -> None:
+def test_only_a_run_that_shows_something_is_right(change, words):
     right = {
         **{"committed": 5, "clipped": 5, "skipped": 1, "elements": 99},
         **dict.fromkeys(("elements_differing", "parameters_differing", "steps_differing"), 0),
@@ -190,10 +190,10 @@ def test_only_a_run_that_shows_something_is_right(change: dict[str, Any], words:
     assert bool(found) is bool(change)
 
 
-def test_what_is_not_over_in_time_is_said(tmp_path: Path) -> None:
-    cut: list[str] = []
+def test_what_is_not_over_in_time_is_said(tmp_path):
+    cut = []
 
-    def run(command: Sequence[str], seconds: float) -> Done:
+    def run(command, seconds):
         assert seconds >= 0.0
         cut.append(kind_of(command))
         return Done(None, "", seconds)
@@ -208,8 +208,8 @@ def test_what_is_not_over_in_time_is_said(tmp_path: Path) -> None:
     assert len(cut) == 5 + len(sides.PROGRAMS)
 
 
-def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
-    def run(command: Sequence[str], seconds: float) -> Done:
+def test_interrupted_check_leaves_what_it_has(tmp_path):
+    def run(command, seconds):
         if kind_of(command) == sides.ON_DEVICE:
             raise KeyboardInterrupt
         return remembered(command, seconds)
@@ -222,7 +222,7 @@ def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
     assert [row["side"] for row in rows] == [sides.ALONE] * 2 + [sides.OVERLAPPED] * 2
 
 
-def test_every_optimizer_makes_the_same_step() -> None:
+def test_every_optimizer_makes_the_same_step():
     parameters = []
     overlapped = lambda model: sides.Superadam(model).overlap()  # noqa: E731
     for make in (sides.TorchOnDevice, sides.TorchOnHost, sides.Superadam, overlapped):
@@ -244,7 +244,7 @@ def request(program: str, batches: list[int]) -> throughput.ThroughputRequest:
     return throughput.ThroughputRequest(program, "tiny", "cpu", batches, 8, 0.0, 1 << 12)
 
 
-def test_a_sweep_differs_from_the_placement_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_differs_from_the_placement_that_was_chosen(capsys):
     throughput.measure(request(sides.SWEEP, [1, 2]))
     rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
     asked = ("gpu_buckets", "bucket_numel", "num_threads")
@@ -258,9 +258,7 @@ def test_a_sweep_differs_from_the_placement_that_was_chosen(capsys: pytest.Captu
     assert [row.placement for row in rows if row.side == sides.PLAIN] == [{}, {}]
 
 
-def test_placement_that_cannot_be_met_is_a_row(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_placement_that_cannot_be_met_is_a_row(monkeypatch, capsys):
     monkeypatch.setitem(sides.PLACEMENTS, "half the threads", lambda chosen, total: {"num_threads": 0})
     throughput.measure(request(sides.SWEEP, [1]))
     rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
@@ -270,12 +268,10 @@ def test_placement_that_cannot_be_met_is_a_row(
     assert len(rows) == len(sides.SWEPT) + 1
 
 
-def test_memory_that_does_not_suffice_is_a_row(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
     steps = throughput._steps
 
-    def refuse(model: Any, side: Any, batch: int, *arguments: Any) -> dict[str, Any]:
+    def refuse(model, side, batch, *arguments):
         if batch == 2:
             try:
                 raise torch.OutOfMemoryError("full")
@@ -286,7 +282,7 @@ def test_memory_that_does_not_suffice_is_a_row(
     monkeypatch.setattr(throughput, "_steps", refuse)
     both = request(sides.OVERLAPPED, [1, 2])
 
-    def rows(done: Done) -> dict[tuple[str, int], str]:
+    def rows(done):
         return {(row.side, row.batch): row.outcome for row in throughput.rows_of(both, done)}
 
     fits, fits_not = "measured", "does not fit"
@@ -336,10 +332,8 @@ MET, MISSED, NOT_ASKED, UNKNOWN = Answer.MET, Answer.MISSED, Answer.NOT_ASKED, A
         (None, 1.03, 1.0, [UNKNOWN, UNKNOWN]),
     ],
 )
-def test_a_step_is_judged_by_its_bound(
-    alone: dict[str, float] | None, mine: float | None, on_device: float | None, answers: list[Answer]
-) -> None:
-    def row(side: str, seconds: float | None, **figures: Any) -> Row:
+def test_a_step_is_judged_by_its_bound(alone, mine, on_device, answers):
+    def row(side, seconds, **figures):
         return Row("m", 1, 1000, side, "does not fit") if seconds is None else measured(side, seconds, **figures)
 
     rows = [
@@ -355,7 +349,7 @@ def test_a_step_is_judged_by_its_bound(
     ("times", "answer"),
     [((1.0, 0.95), MET), ((1.0, 0.9), MISSED), ((1.0, 2.0), MET), ((1.0,), UNKNOWN)],
 )
-def test_auto_is_judged_by_the_best_placement(times: tuple[float, ...], answer: Answer) -> None:
+def test_auto_is_judged_by_the_best_placement(times, answer):
     rows = [measured(side, seconds) for side, seconds in zip(sides.SWEPT, times, strict=False)]
     assert judged(*rows)[2:] == [answer]
 
@@ -363,7 +357,7 @@ def test_auto_is_judged_by_the_best_placement(times: tuple[float, ...], answer: 
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
-def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is() -> None:
+def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is():
     """The copies of a plain step are pageable: no share may be of a time with them."""
     own = [measured(sides.ALONE, 2.0, adam_seconds=1.0), measured(sides.OVERLAPPED, 2.25)]
     for plain in (2.5, 30.0):
@@ -371,7 +365,7 @@ def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is() -> N
         assert [row.hidden_share for row in rows] == [None, 0.75, None, None]
 
 
-def test_kernels_move_what_a_copy_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_move_what_a_copy_moves(monkeypatch):
     seconds = iter((0.5, 1.0, 2.0, 4.0))
     monkeypatch.setattr(rates, "_median_seconds", lambda action, rounds: action() or next(seconds))
     size = 28 << 10
@@ -385,7 +379,7 @@ def test_kernels_move_what_a_copy_moves(monkeypatch: pytest.MonkeyPatch) -> None
 # -- what is drawn, and the files --------------------------------------------------------------------------------------
 
 
-def test_results_do_not_overwrite_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_overwrite_one_another(tmp_path, monkeypatch):
     monkeypatch.setattr(report.platform, "node", lambda: "Node 7.local")
     monkeypatch.setattr(report, "commit", lambda: "1234567")
     assert [report.slug(one) for one in ("NVIDIA GeForce RTX 4090", "GH200 480GB")] == ["rtx-4090", "gh200-480gb"]
@@ -396,7 +390,7 @@ def test_results_do_not_overwrite_one_another(tmp_path: Path, monkeypatch: pytes
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_commit_is_that_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_that_of_the_repository(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert report.commit() == ""  # a copy without history
@@ -404,7 +398,7 @@ def test_commit_is_that_of_the_repository(tmp_path: Path, monkeypatch: pytest.Mo
     assert report.commit() == ""  # no git
 
 
-def test_gpu_tests_are_found_and_this_is_none_of_them() -> None:
+def test_gpu_tests_are_found_and_this_is_none_of_them():
     found = checks.kernel_tests() + checks.device_tests()
     assert {"tests/gpu/test_gpu_adam.py", "tests/gpu/test_gpu_pack.py", "tests/gpu/test_gpu_scatter.py"} <= set(found)
     assert "tests/devices/test_cuda.py" in found
@@ -415,23 +409,11 @@ def test_gpu_tests_are_found_and_this_is_none_of_them() -> None:
         assert any(f"def {name}" in (ROOT / path).read_text() for path in found), name
 
 
-@pytest.mark.parametrize("cores", [1, 64])
-def test_kernels_are_compiled_by_several_processes_before_other_tests(
-    cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    shared, *alone = checks.selections(Context(programs.run, "cuda", rehearses=False, trace=""))
-    count = max(1, min(checks.MOST_SHARES, cores // 2))
-    assert [options[-2:] for options in shared] == [["--share", f"{number}/{count}"] for number in range(count)]
-    assert all(set(checks.kernel_tests()) < set(options) for options in shared)
-    assert [len(selection) for selection in alone] == [1, 1]
-
-
 @pytest.mark.parametrize(("tests", "count"), [(0, 2), (1, 3), (7, 3), (9, 3)])
-def test_shares_are_all_tests_and_none_twice(tests: int, count: int) -> None:
-    ran: list[int] = []
+def test_shares_are_all_tests_and_none_twice(tests, count):
+    ran = []
     for number in range(count):
-        left_out: list[int] = []
+        left_out = []
         config = SimpleNamespace(
             getoption=lambda name, number=number: f"{number}/{count}",
             hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),  # noqa: B023
@@ -443,8 +425,8 @@ def test_shares_are_all_tests_and_none_twice(tests: int, count: int) -> None:
     assert sorted(ran) == list(range(tests))
 
 
-def test_share_without_tests_is_no_failure(tmp_path: Path) -> None:
-    def run(command: Sequence[str], seconds: float) -> Done:
+def test_share_without_tests_is_no_failure(tmp_path):
+    def run(command, seconds):
         is_empty = command[-1] == "1/2"
         return Done(checks.NO_TESTS, "1 deselected", 0.1) if is_empty else remembered(command, seconds)
 
@@ -453,9 +435,7 @@ def test_share_without_tests_is_no_failure(tmp_path: Path) -> None:
     assert (last.outcome, last.detail) == (Outcome.GOOD, "4 passed")
 
 
-def test_bad_input_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, sentence in (
         ([], "finds no GPU; run it on a machine that has one, or with --rehearse"),
@@ -471,7 +451,7 @@ def test_bad_input_is_one_sentence(
 
 
 @pytest.mark.subprocess
-def test_program_and_what_it_started_end_with_their_time(tmp_path: Path) -> None:
+def test_program_and_what_it_started_end_with_their_time(tmp_path):
     path = tmp_path / "child"
     code = (
         "import subprocess, sys, time\n"
@@ -490,6 +470,27 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path: Path) -> None
     assert not is_running(int(path.read_text()))
 
 
+@pytest.mark.subprocess
+def test_programs_end_with_the_check(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+        def wait(self, timeout=None):
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    code = "import time; time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        programs.run([[sys.executable, "-c", code]] * 2, 60.0, {})
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
 def is_running(process: int) -> bool:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -499,7 +500,7 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.subprocess
-def test_programs_run_at_once_and_see_the_wheel_not_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_run_at_once_and_see_the_wheel_not_the_sources(monkeypatch):
     monkeypatch.delenv("PYTHONSAFEPATH")
     with tempfile.TemporaryDirectory() as folder:
         one, other = (os.path.join(folder, name) for name in "ab")
@@ -514,7 +515,7 @@ def test_programs_run_at_once_and_see_the_wheel_not_the_sources(monkeypatch: pyt
 
 
 @pytest.mark.subprocess
-def test_measuring_process_is_this_script() -> None:
+def test_measuring_process_is_this_script():
     request = rates.RatesRequest("cpu", 1 << 12, 1 << 12, 2, 1 << 12, 1)
     (done,) = programs.run([programs.measuring("rates", asdict(request))], 120.0, {"OMP_NUM_THREADS": "1"})
     assert done.status == 0, done.output
@@ -522,7 +523,7 @@ def test_measuring_process_is_this_script() -> None:
     assert os.path.samefile(programs.SCRIPT, gpu_check.__file__)
 
 
-def test_report_of_the_doctor_is_found_among_warnings() -> None:
+def test_report_of_the_doctor_is_found_among_warnings():
     report = {"findings": [{"name": "{"}], "broken": False}
     output = "warning: {odd}\n" + json.dumps(report, indent=1) + "\nnanobind: leaked {2} types!\n"
     context = Context(lambda *_: [Done(0, output, 1.0)], "cpu", True, "trace.json")
@@ -539,7 +540,7 @@ def wheel(folder: Path, name: str, *needs: str) -> None:
         file.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines))
 
 
-def test_wheels_that_others_need_are_missed(tmp_path: Path) -> None:
+def test_wheels_that_others_need_are_missed(tmp_path):
     wheel(tmp_path, "markdown_it_py", "mdurl~=0.1", "numpy>=2", 'tomli; python_version < "3.11"', 'docs; extra == "x"')
     wheel(
         tmp_path, "rich", "Markdown.It-py", 'typing-extensions; python_version < "3.12"', 'x; sys_platform == "win32"'
@@ -547,13 +548,11 @@ def test_wheels_that_others_need_are_missed(tmp_path: Path) -> None:
     assert gpu_wheels.missing(tmp_path) == {"mdurl", "typing-extensions"}
 
 
-def test_wheels_are_for_every_python_and_superadam_is_built_only_for_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wheels_are_for_every_python_and_superadam_is_built_only_for_this_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_wheels.platform, "machine", lambda: "x86_64")
-    ran: list[list[str]] = []
+    ran = []
 
-    def run(command: list[str], check: bool) -> None:
+    def run(command, check):
         ran.append(command)
         wheel(tmp_path, f"w{len(ran)}")
 
@@ -576,6 +575,6 @@ def test_wheels_are_for_every_python_and_superadam_is_built_only_for_this_machin
     assert "expected at most 0 MiB" in capsys.readouterr().err
 
 
-def test_what_the_check_needs_is_fetched() -> None:
+def test_what_the_check_needs_is_fetched():
     fetched = {*gpu_wheels.COMPILED, *gpu_wheels.PLAIN, *gpu_wheels.THERE, "superadam"}
     assert set(gpu_check.NEEDED) | {"pytest", "pytest-timeout", "hypothesis", "cffi"} <= fetched

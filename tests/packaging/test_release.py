@@ -36,7 +36,7 @@ def disagreements(version: str, changelog: str, citation: str, tags: list[str]) 
     return found
 
 
-def test_version_changelog_citation_and_tag_agree() -> None:
+def test_version_changelog_citation_and_tag_agree():
     assert superadam.__version__ == PROJECT["version"]
     assert disagreements(PROJECT["version"], CHANGELOG, (ROOT / "CITATION.cff").read_text(), tags()) == []
 
@@ -52,18 +52,18 @@ def test_version_changelog_citation_and_tag_agree() -> None:
         ("1.2.0 - 2026-11-23", "1.1.0", ["v1.2.0"], ["citation"]),
     ],
 )
-def test_a_disagreement_is_found(heading: str, cited: str, tags: list[str], expected: list[str]) -> None:
+def test_a_disagreement_is_found(heading, cited, tags, expected):
     changelog = f"# Changelog\n\n## {heading}\n\n## 1.0.0 - 2026-01-01\n"
     assert disagreements("1.2.0", changelog, f"cff-version: 1.2.0\nversion: {cited}\n", tags) == expected
 
 
-def test_actions_of_the_release_are_pinned_by_commit() -> None:
+def test_actions_of_the_release_are_pinned_by_commit():
     used = re.findall(r"uses: (.+)", WORKFLOW)
     assert used
     assert [one for one in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", one)] == []
 
 
-def test_python_is_run_in_every_version_that_the_metadata_names() -> None:
+def test_python_is_run_in_every_version_that_the_metadata_names():
     tested = re.search(r"python: \[(.+)\]", WORKFLOW)
     versions = re.findall(r'"([\d.]+)"', tested[1])
     named = [one.split(" :: ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)]
@@ -72,18 +72,18 @@ def test_python_is_run_in_every_version_that_the_metadata_names() -> None:
     assert tag_of("x86_64").startswith(f"cp{versions[0].replace('.', '')}-abi3-")
 
 
-def test_the_release_names_tests_that_exist() -> None:
+def test_the_release_names_tests_that_exist():
     named = re.findall(r"tests/\S+", WORKFLOW)
     assert named
     assert [one for one in named if not (ROOT / one).exists()] == []
 
 
-def test_the_build_finds_its_checks_where_python_leaves_out_the_folder_of_a_script() -> None:
+def test_the_build_finds_its_checks_where_python_leaves_out_the_folder_of_a_script():
     program = "import runpy, sys; runpy.run_path(sys.argv[1])"
     subprocess.run([sys.executable, "-P", "-c", program, ROOT / "tools" / "wheels.py"], check=True)
 
 
-def test_the_run_on_an_emulator_names_tests_that_exist() -> None:
+def test_the_run_on_an_emulator_names_tests_that_exist():
     named = re.findall(r"tests/[\w/]+(?:\{[\w,]+\})?[\w*]*\.py", (ROOT / "tests/arm/run").read_text())
     assert len(named) >= 5
     command = ["bash", "-c", f"shopt -s failglob; ls {' '.join(named)}"]

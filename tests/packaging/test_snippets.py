@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ def named(paths: list[Path]) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _light(one_torch_thread: None) -> Iterator[None]:
+def _light(one_torch_thread):
     """Compute with one thread, and leave no process group."""
     yield
     if torch.distributed.is_initialized():
@@ -123,8 +123,8 @@ GIVEN: dict[str, Callable[[Path], Names]] = {"training": training, "one_rank": o
 
 
 @named([page for page in PAGES if any(block.language == "python" for block in blocks_of(page))])
-def test_python_blocks_run_as_printed(page: Path, tmp_path: Path) -> None:
-    names: Names = {"__name__": page.stem}
+def test_python_blocks_run_as_printed(page, tmp_path):
+    names = {"__name__": page.stem}
     for block in blocks_of(page):
         if block.language != "python" or block.not_run:
             continue
@@ -133,7 +133,7 @@ def test_python_blocks_run_as_printed(page: Path, tmp_path: Path) -> None:
         exec(compile(block.text, str(page), "exec"), names)
 
 
-def test_trainer_of_the_readme_has_the_learning_rate_of_its_arguments(tmp_path: Path) -> None:
+def test_trainer_of_the_readme_has_the_learning_rate_of_its_arguments(tmp_path):
     (block,) = [block for block in blocks_of(ROOT / "README.md") if block.given == "trainer"]
     names = trainer(tmp_path)
     exec(block.text, names)
@@ -141,7 +141,7 @@ def test_trainer_of_the_readme_has_the_learning_rate_of_its_arguments(tmp_path: 
 
 
 @named(PAGES)
-def test_commands_exist(page: Path) -> None:
+def test_commands_exist(page):
     consoles = [block.text for block in blocks_of(page) if block.language == "console"]
     lines = [line[2:] for text in consoles for line in text.splitlines() if line.startswith("$ ")]
     for command in [*lines, *(quoted for quoted in COMMAND.findall(page.read_text()) if "..." not in quoted)]:
@@ -177,16 +177,16 @@ def check(command: str) -> None:
             assert program in ELSEWHERE, command
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
-def test_first_program_of_the_readme_is_short() -> None:
+def test_first_program_of_the_readme_is_short():
     first = next(block for block in blocks_of(ROOT / "README.md") if block.language == "python")
     assert len([line for line in first.text.splitlines() if line]) <= 16
 
 
-def test_each_program_of_the_quickstart_has_at_most_three_new_lines() -> None:
+def test_each_program_of_the_quickstart_has_at_most_three_new_lines():
     counts = [block.text.count("# new\n") for block in blocks_of(ROOT / "docs/quickstart.md")]
     programs = [block for block in blocks_of(ROOT / "docs/quickstart.md") if "import torch\n" in block.text]
     assert len(programs) == 4
@@ -195,7 +195,7 @@ def test_each_program_of_the_quickstart_has_at_most_three_new_lines() -> None:
         assert all("# new" in line for line in block.text.splitlines() if "superadam" in line)
 
 
-def test_picture_is_what_its_script_draws() -> None:
+def test_picture_is_what_its_script_draws():
     drawn = runpy.run_path(str(ROOT / "docs" / "timeline.py"))["picture"]()
     assert drawn == (ROOT / "docs" / "timeline.svg").read_text()
 
@@ -203,12 +203,12 @@ def test_picture_is_what_its_script_draws() -> None:
 API = (ROOT / "docs/api.md").read_text()
 
 
-def test_api_page_shows_all_that_the_package_exports() -> None:
+def test_api_page_shows_all_that_the_package_exports():
     shown = re.findall(r"auto(?:class|function):: superadam\.(\w+)$", API, re.MULTILINE)
     assert set(shown) == set(superadam.__all__)
 
 
 @pytest.mark.parametrize("kind", [superadam.SpeculativeCPUAdam, superadam.OffloadScheduler])
-def test_api_page_shows_every_public_method(kind: type) -> None:
+def test_api_page_shows_every_public_method(kind):
     shown = re.findall(r"auto(?:method|property):: (\w+)$", API, re.MULTILINE)
     assert {name for name in vars(kind) if not name.startswith("_")} <= set(shown)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
+def sources(tmp_path):
     shutil.copytree(ROOT / "superadam", tmp_path / "superadam", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
     return tmp_path
@@ -35,7 +35,7 @@ def last_line(folder: Path, *arguments: str, packages: Path | None = Path(np.__f
 
 
 @pytest.mark.parametrize("arguments", [("-c", "import superadam"), ("-m", "superadam")])
-def test_sources_without_kernels_are_one_sentence(arguments: tuple[str, str], sources: Path) -> None:
+def test_sources_without_kernels_are_one_sentence(arguments, sources):
     said = last_line(sources, *arguments)
     assert said.startswith(
         f"ImportError: superadam was imported from its sources in {sources}, which lack the compiled"
@@ -46,7 +46,7 @@ def test_sources_without_kernels_are_one_sentence(arguments: tuple[str, str], so
     )
 
 
-def test_only_sources_say_so(sources: Path) -> None:
+def test_only_sources_say_so(sources):
     assert last_line(sources, "-c", "import superadam", packages=None).startswith(
         "ModuleNotFoundError: No module named"
     )

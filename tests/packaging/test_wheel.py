@@ -66,7 +66,7 @@ def run(python: Path, program: str, site: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """Return a folder with the wheel of `make wheels` installed in it, where no compiler is found."""
     folder = tmp_path_factory.mktemp("wheel")
     wheel = wheels.build_wheel(wheels.build_sdist(folder), platform.machine(), folder)
@@ -75,7 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_the_wheel_works_and_trains(site: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_and_trains(site, tmp_path):
     script = str(ROOT / "examples" / "train.py")
     command = [script, "--model", "tiny", "--steps", "2", "--verify", "--out", str(tmp_path / "run")]
     file, kind, value, *_ = run(bare_python(tmp_path), PROGRAM % command, site).split()
@@ -84,7 +84,7 @@ def test_the_wheel_works_and_trains(site: Path, tmp_path: Path) -> None:
     assert any((tmp_path / "run").iterdir())
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(site: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(site):
     (wheel,) = site.parent.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"superadam", f"superadam-{wheel.name.split('-')[1]}.dist-info"}
@@ -92,7 +92,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(site: Path) -> None:
     assert not [name for name in names if name.endswith((".c", ".h"))]
 
 
-def test_an_editable_install_follows_the_sources(tmp_path: Path) -> None:
+def test_an_editable_install_follows_the_sources(tmp_path):
     checkout = copy_of_the_checkout(tmp_path)
     python = bare_python(tmp_path)
     pip("--python", python, "install", "--no-deps", QUICKLY, WITHOUT_VECTORS, "--editable", checkout)

@@ -239,12 +239,11 @@ def _read(compiled: Any, assembler: str, constants: dict[str, Any]) -> Code:
 
 
 class Request(NamedTuple):
-    """A target, a kernel, arguments of its function in `LAUNCHES`; constants that it gets in place of its own."""
+    """A target, a kernel, and arguments of its function in `LAUNCHES`."""
 
     target: str
     kernel: str
     arguments: tuple[Any, ...]
-    changes: tuple[tuple[str, Any], ...] = ()
 
 
 def _compile_all(assembles: bool) -> None:
@@ -259,7 +258,7 @@ def _compile_all(assembles: bool) -> None:
     codes = []
     if not assembles:
         CUDABackend.make_cubin = lambda *_: b""
-    for target, name, arguments, changes in pickle.load(sys.stdin.buffer):
+    for target, name, arguments in pickle.load(sys.stdin.buffer):
         active.get_current_device.return_value = target
         active.get_current_target.return_value = targets[target]
         with noted_launches() as launches:
@@ -268,9 +267,8 @@ def _compile_all(assembles: bool) -> None:
         assert launch.name == name
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as log:
             warnings.simplefilter("error")
-            constants = {**launch.constants, **dict(changes)}
-            compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **constants)
-        codes.append(_read(compiled, log.getvalue(), constants))
+            compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
+        codes.append(_read(compiled, log.getvalue(), dict(launch.constants)))
     pickle.dump(codes, sys.stdout.buffer)
 
 
