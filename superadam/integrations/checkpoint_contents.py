@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.entry import Encoded
 
 VALUES = "values.pt"  # what is no tensor, and `extra`
-
-_NO_OBJECTS = "extra or a parameter group holds an object, expected numbers, strings, lists, dicts and tensors"
 
 
 def contents_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor | Encoded], dict[str, Any]]:
@@ -145,27 +143,19 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def copy_of_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of what is no tensor; raises CheckpointError where `load` would refuse it."""
+def bytes_of_values(values: dict[str, Any]) -> bytes:
+    """Return what `values.pt` holds; raises CheckpointError where `load` would refuse it."""
     memory = io.BytesIO()
     try:
         torch.save(values, memory)
-        memory.seek(0)
-        copied: dict[str, Any] = torch.load(memory, map_location="cpu", weights_only=True)
+        read_values(io.BytesIO(memory.getvalue()))
     except (pickle.PickleError, AttributeError, TypeError):
-        raise CheckpointError(_NO_OBJECTS) from None
-    return copied
+        raise CheckpointError(
+            "extra or a parameter group holds an object, expected numbers, strings, lists, dicts and tensors"
+        ) from None
+    return memory.getvalue()
 
 
-def write_values(path: Path, values: dict[str, Any]) -> None:
-    """Write what is no tensor to a checkpoint's folder; raises CheckpointError where `load` would refuse it."""
-    try:
-        torch.save(values, path / VALUES)
-        read_values(path)  # what load() would refuse
-    except (pickle.PickleError, AttributeError, TypeError):
-        raise CheckpointError(_NO_OBJECTS) from None
-
-
-def read_values(path: Path) -> Any:
-    """Return what is no tensor, without executing anything."""
-    return torch.load(path / VALUES, map_location="cpu", weights_only=True)
+def read_values(file: Path | IO[bytes]) -> Any:
+    """Return what `values.pt` holds, without executing anything."""
+    return torch.load(file, map_location="cpu", weights_only=True)

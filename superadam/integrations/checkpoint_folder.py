@@ -54,7 +54,7 @@ class CheckpointFolder(NamedTuple):
             missing or damaged.
         digest: SHA-256 of its manifest, if `latest` is intact.
         others: all other checkpoints, the newest first.
-        state: another one after each save; None where there is no checkpoint.
+        state: the text of `latest`, or what a save that was killed would have written; None without a checkpoint.
     """
 
     newest: Path
@@ -66,18 +66,16 @@ class CheckpointFolder(NamedTuple):
 def look(folder: Path) -> CheckpointFolder:
     """Return what is in a folder, which may be absent; raises OSError."""
     try:
-        text = (folder / _LATEST).read_bytes()
+        text = (folder / _LATEST).read_text("ascii", "replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        text = None
-    found = _checkpoints(folder)
-    if text is None:
+        found = _checkpoints(folder)
+        state = _pointer_to(found[0], sight(found[0])) if found else None
         is_first = [_number(path) for path in found] == [1]  # its save was killed before it was named
-        state = _state_without_latest(sight(found[0])) if found else None
         return CheckpointFolder(found.pop() if is_first else folder / _LATEST, None, found, state)
-    pointer = _POINTER.fullmatch(text.decode("ascii", "replace"))
+    pointer = _POINTER.fullmatch(text)
     newest = folder / (pointer[1] if pointer else _LATEST)
-    others = [path for path in found if path != newest]
-    return CheckpointFolder(newest, pointer and pointer[2], others, hashlib.sha256(text).hexdigest())
+    others = [path for path in _checkpoints(folder) if path != newest]
+    return CheckpointFolder(newest, pointer and pointer[2], others, text)
 
 
 def locate(path: Path) -> tuple[Path, CheckpointFolder, bool]:
@@ -127,14 +125,14 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     return part
 
 
-def publish(part: Path, files: Files, world_size: int, keep: int, states: set[str | None]) -> Path:
+def publish(part: Path, files: Files, world_size: int, keep: int, states: set[str | None]) -> tuple[Path, str]:
     """Make what was written, and is on the disk, the newest checkpoint, and delete all but `keep` of the run.
 
     Args:
         states: receives that of the folder.
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder, and the state.
 
     Raises:
         OSError, CheckpointError: these are not the files there, or writing failed.
@@ -145,17 +143,16 @@ def publish(part: Path, files: Files, world_size: int, keep: int, states: set[st
     run = next(filter(None, map(_run_of, (there.newest, *there.others))), None) or secrets.token_hex(16)
     manifest = _sealed({"format": FORMAT, "run": run, "world_size": world_size, "files": files})
     replace_file(part / _MANIFEST, lambda file: file.write(manifest))
-    states.add(_state_without_latest(hashlib.sha256(manifest).hexdigest()))  # if a first save ends before it is named
+    pointer = _pointer_to(path, hashlib.sha256(manifest).hexdigest())
+    states.add(pointer)  # also if a save ends before the checkpoint is named
     os.rename(part, path)
     synchronize(folder)
-    pointer = f"{path.name} {hashlib.sha256(manifest).hexdigest()}\n".encode()
-    states.add(hashlib.sha256(pointer).hexdigest())
-    replace_file(folder / _LATEST, lambda file: file.write(pointer))
+    replace_file(folder / _LATEST, lambda file: file.write(pointer.encode()))
     for older in [other for other in _checkpoints(folder) if _run_of(other) in (run, None)][keep:]:
         with suppress(OSError):
             os.rename(older, _part_of(older))
     _delete_parts(folder)
-    return path
+    return path, pointer
 
 
 def published(part: Path) -> Path:
@@ -223,9 +220,9 @@ def _require_files(path: Path, files: Files) -> None:
         raise CheckpointError(f"{path / name} is damaged: its bytes are {bytes_found}, expected {bytes_expected}")
 
 
-def _state_without_latest(newest: str | None) -> str:
-    """Return the state of a folder with checkpoints that were not named; `newest` is the sight of the newest."""
-    return f"without {_LATEST}: {newest}"
+def _pointer_to(path: Path, digest: str | None) -> str:
+    """Return the text of `latest` that names a checkpoint, whose manifest has this SHA-256."""
+    return f"{path.name} {digest}\n"
 
 
 def _number(path: Path) -> int:

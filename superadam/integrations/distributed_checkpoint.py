@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -76,10 +74,10 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
         def look() -> tuple[Path, checkpoint_folder.CheckpointFolder, Path]:
             path = Path(folder).absolute()
             there = checkpoint_folder.look(path)
-            is_marked = ranks.rank == 0 and ranks.size > 1 and there.state is None
+            is_marked = ranks.size > 1 and there.state is None
             return path, there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
 
-        path, there, marker = ranks.gather(ranks.run(look))[0]
+        path, there, marker = ranks.on_first(look)
         _last_seen[path.resolve()] = there.state
         if ranks.require_shared(marker) is None and there.state is not None:
             _verify(ranks, there)  # tells what is lost
@@ -164,14 +162,13 @@ def load(
     """
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
-    located = ranks.gather(ranks.run(lambda: checkpoint_folder.locate(Path(folder).absolute())))
-    parent, there, is_newest = located[0]
+    parent, there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
     path = there.newest
     ranks.require_shared(path)
     _verify(ranks, there)
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        values = checkpoint_contents.read_values(path)
+        values = checkpoint_contents.read_values(path / checkpoint_contents.VALUES)
         return checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values), values
 
     tensors, values = ranks.run(prepare)
@@ -239,21 +236,21 @@ class _NewCheckpoint:
     def begin(self, folder: Path, model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
-        def begin() -> Path:
+        def read() -> None:
             if type(self._keep) is not int or self._keep < 1:
                 raise CheckpointError(f"keep is {self._keep!r}, expected a whole number of at least 1")
             with self._lock():
                 if isinstance(self._optimizer, SpeculativeCPUAdam):
                     self._optimizer._adopt_sampled_writes()
                 self._steps_made = self._steps()
-                self._tensors, self._values = checkpoint_contents.contents_of(model, self._optimizer)
-                self._values["extra"] = extra if self._ranks.rank == 0 else None
-                if self._is_copied:
-                    self._values = checkpoint_contents.copy_of_values(self._values)
-            self._states = _descent.setdefault(self._optimizer, set())
-            return checkpoint_folder.begin(folder, self._stack, self._states) if self._ranks.rank == 0 else folder
+                self._tensors, values = checkpoint_contents.contents_of(model, self._optimizer)
+                self._masters = checkpoint_contents.masters_of(self._tensors, values, self._optimizer)
+                values["extra"] = extra if self._ranks.rank == 0 else None
+                self._values = checkpoint_contents.bytes_of_values(values)
 
-        self._part = self._ranks.gather(self._ranks.run(begin))[0]
+        self._ranks.run(read)
+        self._states = _descent.setdefault(self._optimizer, set())
+        self._part = self._ranks.on_first(lambda: checkpoint_folder.begin(folder, self._stack, self._states))
         self._ranks.require_shared(self._part)
 
     def plan(self) -> None:
@@ -273,15 +270,13 @@ class _NewCheckpoint:
             writer.set_up_storage_writer(is_first)
             return writer.prepare_local_plan(planner.create_local_plan())
 
-        def plan_of_all() -> tuple[list[SavePlan], Metadata | None]:
-            if not is_first:
-                return [], None
-            every, metadata = planner.create_global_plan(plans)
-            return writer.prepare_global_plan(every), metadata
+        plans = self._ranks.gather(self._ranks.run(plan_of_rank))
 
-        plans = self._ranks.collect(self._ranks.run(plan_of_rank))
-        every, self._metadata = self._ranks.run(plan_of_all)
-        self._plan = planner.finish_plan(self._ranks.scatter(every))
+        def plan_of_all() -> SavePlan:
+            every, self._metadata = planner.create_global_plan(plans)
+            return planner.finish_plan(writer.prepare_global_plan(every)[self._ranks.rank])
+
+        self._plan = self._ranks.run(plan_of_all)
 
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
@@ -289,7 +284,7 @@ class _NewCheckpoint:
         def claim() -> Claim:
             self._to_copy = checkpoint_tensors.values_to_copy(
                 self._tensors,
-                checkpoint_contents.masters_of(self._tensors, self._values, self._optimizer),
+                self._masters,
                 {item.index.fqn for item in self._plan.items},
             )
             return Claim.of(Host(), checkpoint_tensors.bytes_of_copies(self._to_copy))
@@ -314,41 +309,26 @@ class _NewCheckpoint:
                 self._require_no_step()
 
         self._ranks.run(copy)
-        del self._tensors, self._to_copy, self._optimizer, self._steps  # nothing of training is kept
+        del self._tensors, self._masters, self._to_copy, self._optimizer, self._steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""
-        every = self._ranks.collect(self._ranks.run(self._write))
-        path, state = self._ranks.gather(self._ranks.run(lambda: self._publish(every)))[0]
+        every = self._ranks.gather(self._ranks.run(self._write))
+        path, state = self._ranks.on_first(lambda: self._publish(every))
         self._states.add(state)
         _last_seen[path.parent.resolve()] = state
         return path
 
     def finish_beside(self) -> Path:
-        """Let a thread finish, on all ranks or on none; return the folder that the checkpoint will have."""
-        are_agreed: Future[bool] = Future()  # that all ranks have a thread, which until then sends nothing
+        """Let a thread finish; return the folder that the checkpoint will have."""
+        with deferred_signals():  # Ctrl-C leaves no part of a checkpoint behind that nobody writes
+            rest = self._stack.pop_all()
 
-        def work() -> None:
-            if are_agreed.result():
+            def work() -> None:
                 with rest:
                     self.finish()
 
-        def start() -> None:
-            try:
-                background_save.start(work)
-            except RuntimeError as error:
-                raise CheckpointError(f"{error}; pass wait=True, or end some threads") from error
-
-        with deferred_signals():  # Ctrl-C leaves no part of a checkpoint behind that nobody writes
-            rest = self._stack.pop_all()
-            try:
-                self._ranks.run(start)
-            except BaseException:
-                are_agreed.set_result(False)
-                background_save.wait()
-                rest.close()
-                raise
-            are_agreed.set_result(True)
+            background_save.start(work)
         return checkpoint_folder.published(self._part)
 
     def _write(self) -> tuple[list[WriteResult], checkpoint_folder.Files]:
@@ -361,17 +341,15 @@ class _NewCheckpoint:
         own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self._ranks.rank}_")]
         return written.value(), _digests(own)
 
-    def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str | None]:
-        """Publish, on rank 0, what all ranks have written; return the checkpoint's folder and its parent's state."""
-        if self._metadata is None:
-            return self._part, None
+    def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str]:
+        """Publish what all ranks have written; return the checkpoint's folder and its parent's state."""
         self._writer.finish(self._metadata, [results for results, _ in every])
-        checkpoint_contents.write_values(self._part, self._values)
-        files = _digests([self._part / checkpoint_contents.VALUES, self._part / ".metadata"])
+        values = self._part / checkpoint_contents.VALUES
+        values.write_bytes(self._values)
+        files = _digests([values, self._part / ".metadata"])
         for _, share in every:
             files.update(share)
-        path = checkpoint_folder.publish(self._part, files, self._ranks.size, self._keep, self._states)
-        return path, checkpoint_folder.look(path.parent).state
+        return checkpoint_folder.publish(self._part, files, self._ranks.size, self._keep, self._states)
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""

@@ -27,7 +27,8 @@ def save(folder: Path, content: bytes = b"content", *, keep: int = 2, world_size
         for name in ("a", ".b"):
             (part / name).write_bytes(content)
             files[name] = (len(content), checkpoint_folder.sha256(part / name))
-        return checkpoint_folder.publish(part, files, world_size, keep, states)
+        path, _ = checkpoint_folder.publish(part, files, world_size, keep, states)
+        return path
 
 
 def verify(folder: Path) -> Path:
