@@ -51,30 +51,30 @@ class CudaRegistrar:
         self._device = device
 
     def register(self, address: int, size: int) -> None:
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = cudart.cudaHostRegister(address, size, PORTABLE)
-            if int(code) != 0:
-                reason = self._reason(cudart, code)
-                limit = lockable_bytes()
-                may_lock = "without limit" if limit is None else f"at most {gigabytes(limit)}"
-                raise PinningError(
-                    f"the driver refused to pin {gigabytes(size)} of host memory ({reason}), of which this process may "
-                    f"lock {may_lock} (RLIMIT_MEMLOCK); run `ulimit -l unlimited` before it, or give it more memory"
-                )
+        reason = self._refusal("cudaHostRegister", address, size, PORTABLE)
+        if reason is not None:
+            limit = lockable_bytes()
+            may_lock = "without limit" if limit is None else f"at most {gigabytes(limit)}"
+            raise PinningError(
+                f"the driver refused to pin {gigabytes(size)} of host memory ({reason}), of which this process may "
+                f"lock {may_lock} (RLIMIT_MEMLOCK); run `ulimit -l unlimited` before it, or give it more memory"
+            )
 
     def unregister(self, address: int) -> None:
+        reason = self._refusal("cudaHostUnregister", address)
+        if reason is not None:
+            raise PinningError(f"the driver refused to unpin host memory ({reason})")
+
+    def _refusal(self, function: str, *arguments: int) -> str | None:
+        """Call the driver; return what its error means, if there is one, and clear it: torch would raise it later."""
         with torch.cuda.device(self._device):
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = cudart.cudaHostUnregister(address)
-            if int(code) != 0:
-                raise PinningError(f"the driver refused to unpin host memory ({self._reason(cudart, code)})")
-
-    def _reason(self, cudart: Any, code: Any) -> str:
-        """Return what an error code means, and clear the error, which torch would raise after its next kernel."""
-        with suppress(RuntimeError):
-            torch.zeros(1, device=self._device)
-        return f"{cudart.cudaGetErrorString(code)}, code {int(code)}"
+            code = getattr(cudart, function)(*arguments)
+            if int(code) == 0:
+                return None
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+            return f"{cudart.cudaGetErrorString(code)}, code {int(code)}"
 
 
 class Gaps:

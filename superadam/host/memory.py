@@ -6,8 +6,7 @@ import logging
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from superadam.host.local_ranks import local_rank
@@ -30,10 +29,8 @@ class HostMemory:
     @classmethod
     def of(cls, host: Host) -> Self:
         """Return the present values; raises OSError without /proc/meminfo, and ValueError where that lacks a line."""
-        total, available = _of_machine(host)
-        groups = [found for group in groups_of(host, "memory") if (found := _limit_of(host, group)) is not None]
-        limit = min([total, *(allowed for allowed, _ in groups)])
-        return cls(total, limit, max(0, min([available, *(left for _, left in groups)])))
+        limits = [*_limits(host).values()]
+        return cls(limits[0][0], min(limit for limit, _ in limits), max(0, min(left for _, left in limits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,8 @@ class HostNeeds:
     present: int = 0  # what of all this is allocated already
 
     def __add__(self, other: HostNeeds) -> HostNeeds:
-        return HostNeeds(
-            self.state + other.state,
-            self.gradients + other.gradients,
-            self.pending + other.pending,
-            self.shadows + other.shadows,
-            self.lists + other.lists,
-            max(self.largest, other.largest),
-            self.present + other.present,
-        )
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return HostNeeds(**{**sums, "largest": max(self.largest, other.largest)})
 
     @property
     def under_way(self) -> int:
@@ -125,7 +115,7 @@ class Claim:
 
     Attributes:
         size: bytes.
-        left: bytes that each limit leaves, counting all caches; one that processes share has one key in all of them.
+        left: bytes that each limit leaves; one that processes share has one key in all of them.
     """
 
     size: int
@@ -134,14 +124,10 @@ class Claim:
     @classmethod
     def of(cls, host: Host, size: int) -> Self:
         """Return the claim of this process."""
-        machine = host.read_or("/proc/sys/kernel/random/boot_id", os.uname().nodename)
-        left = {}
-        with suppress(OSError, ValueError):  # then it is unknown
-            left[machine] = _of_machine(host)[1]
-            for group in groups_of(host, "memory"):
-                if (found := _limit_of(host, group, caches=("inactive_file", "active_file"))) is not None:
-                    left[f"{machine} {host.path(group.directory).stat().st_ino}"] = found[1]
-        return cls(size, left)
+        try:
+            return cls(size, {key: left for key, (_, left) in _limits(host).items()})
+        except (OSError, ValueError):
+            return cls(size, {})  # it is unknown
 
     def check(self, claims: Sequence[Claim]) -> None:
         """Raise MemoryError where a limit leaves less than all processes take for which it holds.
@@ -176,8 +162,22 @@ def _of_machine(host: Host) -> tuple[int, int]:
     return int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10
 
 
-def _limit_of(host: Host, group: Group, caches: Sequence[str] = ("inactive_file",)) -> tuple[int, int] | None:
-    """Return a group's limit and what it leaves, counting these file caches; None without a limit."""
+def _limits(host: Host) -> dict[str, tuple[int, int]]:
+    """Return the bytes of the machine and of each limited control group, and what is left, by a key for all processes.
+
+    The machine comes first. Raises as `HostMemory.of`.
+    """
+    machine = host.read_or("/proc/sys/kernel/random/boot_id", os.uname().nodename)
+    limits = {machine: _of_machine(host)}
+    for group in groups_of(host, "memory"):
+        limit = _limit_of(host, group)
+        if limit is not None:
+            limits[f"{machine} {host.path(group.directory).stat().st_ino}"] = limit
+    return limits
+
+
+def _limit_of(host: Host, group: Group) -> tuple[int, int] | None:
+    """Return a group's limit and what it leaves, file caches included; None without a limit."""
     if group.version == 2:
         names, prefix = ("memory.max", "memory.current"), ""
     else:
@@ -187,4 +187,5 @@ def _limit_of(host: Host, group: Group, caches: Sequence[str] = ("inactive_file"
         return None
     used = int(host.read_or(f"{group.directory}/{names[1]}", "0"))
     counts = dict(line.split() for line in host.read_or(f"{group.directory}/memory.stat", "").splitlines())
-    return int(limit), int(limit) - used + sum(int(counts.get(prefix + cache, "0")) for cache in caches)
+    caches = sum(int(counts.get(f"{prefix}{kind}_file", "0")) for kind in ("inactive", "active"))
+    return int(limit), int(limit) - used + caches
