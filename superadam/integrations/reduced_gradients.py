@@ -61,39 +61,27 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     source = inner._binding.source
     if not isinstance(source, ReducedGradients):
         source = ReducedGradients(inner)
-    announcements = [(module, _announcements.get(module) or Announcement()) for module in groups]
-    for module, announcement in announcements:
+    for module in groups:
         try:
-            module.set_all_reduce_hook(announcement)
+            module.set_all_reduce_hook(_show)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"{type(module).__name__} cannot show its reduced gradients ({error}), expected one mesh for all "
                 "parameters of a module; keep fp32 shards, whose gradients arrive unrounded"
             ) from error
-    for module, announcement in announcements:
-        _announcements[module] = announcement
-        announcement.sources.add(source)
+    _sources.add(source)
     source.watch()
     source.is_lost = False
     inner._binding.source = source
 
 
-class Announcement:
-    """An all-reduce hook, which shows buffers to the sources of the module's optimizers; copies of it do nothing."""
-
-    def __init__(self) -> None:
-        self.sources: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-    def __call__(self, buffer: Tensor) -> None:
-        """Show a reduced buffer."""
-        for source in list(self.sources):
-            source.show(buffer)
+_sources: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
 
 
-_announcements: weakref.WeakKeyDictionary[nn.Module, Announcement] = weakref.WeakKeyDictionary()
+def _show(buffer: Tensor) -> None:
+    """Show a reduced buffer to all sources: an all-reduce hook of each group."""
+    for source in list(_sources):
+        source.show(buffer)
 
 
 @dataclass(eq=False)
