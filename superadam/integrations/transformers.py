@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import inspect
 import logging
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils.serialization import config as serialization
 
 from superadam.host.memory import gigabytes
 from superadam.offload.scheduler import OffloadScheduler
+from superadam.offload.statistics import OverlapStatistics
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim.arguments import checked_storage
 from superadam.step.outcome import Statistics
@@ -179,13 +179,8 @@ class OffloadCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(counts)
         self._logged = copy.copy(now)
-        self._warn_of_clipping(now)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the scheduler."""
-        self.close()
+        if not self._has_warned:
+            self._warn_of_clipping(now, scheduler.statistics)
 
     def close(self) -> None:
         """Close the scheduler, if one is open, and map no more files."""
@@ -194,20 +189,17 @@ class OffloadCallback(TrainerCallback):
         if scheduler is not None:
             scheduler.close()
 
-    def _warn_of_clipping(self, now: Statistics) -> None:
-        counts = {one.name: getattr(now, one.name) - getattr(self._began, one.name) for one in dataclasses.fields(now)}
-        steps = counts["committed"] + counts["clipped"]
-        assert self.scheduler is not None
-        overlap = self.scheduler.statistics
-        is_in_vain = counts["respeculated"] > counts["accepted"] or 2 * overlap.waiting_buckets > overlap.buckets
-        if self._has_warned or steps < JUDGED_STEPS or not overlap.buckets:
-            return
-        if counts["clipped"] > CLIPPED_SHARE * steps and is_in_vain:
+    def _warn_of_clipping(self, now: Statistics, overlap: OverlapStatistics) -> None:
+        names = ("committed", "clipped", "respeculated", "accepted")
+        committed, clipped, respeculated, accepted = (getattr(now, one) - getattr(self._began, one) for one in names)
+        steps = committed + clipped
+        is_in_vain = respeculated > accepted or 2 * overlap.waiting_buckets > overlap.buckets
+        if is_in_vain and overlap.buckets and steps >= JUDGED_STEPS and clipped > CLIPPED_SHARE * steps:
             self._has_warned = True
             _logger.warning(
                 "%d of %d steps were clipped, by factors that could not be predicted, so that little of the "
                 "optimizer's work is hidden; raise max_grad_norm, or see docs/clipping.md",
-                counts["clipped"],
+                clipped,
                 steps,
             )
 
