@@ -42,8 +42,6 @@ _SHARED = ": choose another folder that all ranks share"
 _descent: WeakKeyDictionary[Optimizer, set[str | None]] = WeakKeyDictionary()
 """States of folders, of which the newest checkpoint was loaded into an optimizer or saved from it."""
 
-_copy_memory = checkpoint_tensors.CopyMemory()
-
 _last_seen: dict[Path, str | None] = {}
 """State of each folder when it was last asked for its newest checkpoint, or received it, in this process.
 
@@ -281,23 +279,17 @@ class _NewCheckpoint:
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
 
-        def claim() -> Claim:
-            self._to_copy = checkpoint_tensors.values_to_copy(
-                self._tensors,
-                self._masters,
-                {item.index.fqn for item in self._plan.items},
-            )
-            return Claim.of(Host(), checkpoint_tensors.bytes_of_copies(self._to_copy))
-
-        own = self._ranks.run(claim)
+        names = {item.index.fqn for item in self._plan.items}
+        copies = self._ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, self._masters, names))
+        own = Claim.of(Host(), copies.size)
         claims = self._ranks.gather(own)
 
         def copy() -> None:
             with self._lock():
                 try:
                     own.check(claims)
-                    self._stack.callback(_copy_memory.rest)
-                    self._planner.read_from(checkpoint_tensors.copies_of(self._to_copy, _copy_memory))
+                    self._stack.callback(checkpoint_tensors.rest)
+                    self._planner.read_from(copies.make())
                 except Exception as error:
                     if not is_short_of_memory(error):
                         raise
@@ -309,7 +301,7 @@ class _NewCheckpoint:
                 self._require_no_step()
 
         self._ranks.run(copy)
-        del self._tensors, self._masters, self._to_copy, self._optimizer, self._steps  # nothing of training is kept
+        del self._tensors, self._masters, self._optimizer, self._steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""

@@ -393,7 +393,7 @@ def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
     [(torch.optim.AdamW, {}), *((SpeculativeCPUAdamW, one) for one in ({}, {"moments": "8bit", "master": "24bit"}))],
 )
 @pytest.mark.parametrize(
-    ("waits", "moment"), [(True, (FileSystemWriter, "write_data")), (False, (checkpoint_tensors, "bytes_of_copies"))]
+    ("waits", "moment"), [(True, (FileSystemWriter, "write_data")), (False, (checkpoint_tensors, "Copies"))]
 )
 def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
     kind: Any,
@@ -574,7 +574,7 @@ def test_no_memory_for_the_copies_is_one_sentence(
             host = machine(tmp_path / "machine", {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 1 kB\n"})
             context.setattr(distributed_checkpoint, "Host", lambda: host)
         elif lack == "the system's":
-            context.setattr(distributed_checkpoint, "_copy_memory", checkpoint_tensors.CopyMemory())
+            context.setattr(checkpoint_tensors, "_block", None)
             context.setattr(checkpoint_tensors.mmap, "mmap", refuse)
         else:
             context.setattr(checkpoint_tensors, "copy_beside", refuse)
