@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from superadam.distributed.shards import counted_part, is_distributed, is_owned, members_of
+from superadam.distributed.shards import counted_part, is_distributed, members_of
 
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
 
@@ -63,13 +63,13 @@ class Held(NamedTuple):
         name: by which ranks know the same parameter.
         shape: of the whole parameter.
         members: the ranks over which it is distributed; an ordinary one lies on one.
-        part: which elements of it this rank counts; equal texts on two ranks mean the same ones in the same order.
+        part: which elements of it this rank counts, as `shards.counted_part` tells.
     """
 
     name: str
     shape: tuple[int, ...]
     members: tuple[int, ...]
-    part: str = ""
+    part: str | None = None
 
 
 _Copies = tuple[tuple[int, ...], ...]
@@ -91,15 +91,14 @@ class Ranks:
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self._group, self._device_type = group, device_type
         self._held: list[Held] = []
-        self._is_owned: list[bool] = []
         self._told: list[Held] = []
         self._copies: list[_Copies] = []
         self._bounds: dict[_Copies, float] = {}  # by which part of them sums may differ, where not 0
         self._classes: list[int] = []
 
-    def hold(self, held: list[Held], is_owned: list[bool]) -> None:
-        """Describe the parameters on this rank, and of which it has the first replica; the next question tells them."""
-        self._held, self._is_owned = held, is_owned
+    def hold(self, held: list[Held]) -> None:
+        """Describe the parameters on this rank; the next question tells them."""
+        self._held = held
 
     def norm(
         self, question: Question, limit: float | None, nonfinite: int, sums: Callable[[Sequence[int]], Sequence[float]]
@@ -128,7 +127,7 @@ class Ranks:
         for position, groups in enumerate(self._copies):
             copied = [sum(every[self.members.index(rank)].copied[position] for rank in group) for group in groups]
             total += copied[0]
-            if max(copied) != min(copied) and not self._are_close(min(copied), max(copied), groups):
+            if max(copied) != min(copied) and not max(copied) - min(copied) <= self._bounds[groups] * min(copied):
                 differing = groups
         total = math.sqrt(total)
         if count:
@@ -141,9 +140,6 @@ class Ranks:
             )
         self.agreed = self.number
         return RanksNorm(total, 0)
-
-    def _are_close(self, least: float, most: float, groups: _Copies) -> bool:
-        return most - least <= self._bounds.get(groups, 0.0) * least
 
     def _with_sums(self, words: _Words, sums: Callable[[Sequence[int]], Sequence[float]]) -> _Words:
         counted, *copied = [*sums(self._classes), *[0.0] * (1 + len(self._copies))][: 1 + len(self._copies)]
@@ -162,7 +158,7 @@ class Ranks:
         holders: dict[str, dict[Held, set[int]]] = {}
         for rank, held in zip(self.members, every, strict=True):
             for one in held:
-                holders.setdefault(one.name, {}).setdefault(one._replace(part=""), set()).add(rank)
+                holders.setdefault(one.name, {}).setdefault(one._replace(part=None), set()).add(rank)
         copies: dict[str, _Copies] = {}
         for name, kinds in holders.items():
             ranks = [rank for one in kinds for rank in one.members]
@@ -184,8 +180,12 @@ class Ranks:
         told = dict(zip(self.members, every, strict=True))
         self._bounds = {groups: _bound(groups, copies, told) for groups in self._copies}
         self._classes = [
-            _REPLICA if not is_owned else 1 + self._copies.index(copies[one.name]) if one.name in copies else _COUNTED
-            for one, is_owned in zip(self._held, self._is_owned, strict=True)
+            _REPLICA
+            if one.part is None
+            else 1 + self._copies.index(copies[one.name])
+            if one.name in copies
+            else _COUNTED
+            for one in self._held
         ]
         self._told = self._held
 
@@ -333,5 +333,5 @@ def ranks_of(
         Held(name, tuple(one.shape), tuple(members_of(one)) if is_distributed(one) else here, counted_part(one))
         for one, name in zip(parameters, names, strict=True)
     ]
-    ranks.hold(held, [is_owned(one) for one in parameters])
+    ranks.hold(held)
     return ranks
