@@ -28,10 +28,8 @@ class Question(enum.IntEnum):
     STEP = 0
     NORM = 1
 
-    @property
-    def call(self) -> str:
-        """The method that asks it."""
-        return ("step()", "clip_grad_norm_()")[self]
+
+_CALLS = ("step()", "clip_grad_norm_()")  # that ask them
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +177,8 @@ class Ranks:
         self._copies = sorted(set(copies.values()))
         told = dict(zip(self.members, every, strict=True))
         self._bounds = {groups: _bound(groups, copies, told) for groups in self._copies}
-        self._classes = [
-            _REPLICA
-            if one.part is None
-            else 1 + self._copies.index(copies[one.name])
-            if one.name in copies
-            else _COUNTED
-            for one in self._held
-        ]
+        classes = {name: 1 + self._copies.index(groups) for name, groups in copies.items()}
+        self._classes = [_REPLICA if one.part is None else classes.get(one.name, _COUNTED) for one in self._held]
         self._told = self._held
 
     def tell_failure(self, question: Question) -> None:
@@ -250,7 +242,7 @@ class Ranks:
         failed = [rank for rank, words in zip(self.members, every, strict=True) if words.failed == 1.0]
         if failed:
             raise RuntimeError(
-                f"{Question(int(every[0].question)).call} failed on ranks {failed}, so nothing was changed; "
+                f"{_CALLS[int(every[0].question)]} failed on ranks {failed}, so nothing was changed; "
                 "see the error that was raised there"
             )
         for rank, words in zip(self.members, every, strict=True):
@@ -282,7 +274,7 @@ def _call_of(words: tuple[float, ...]) -> str:
     magic, question, number = words
     if magic != _MAGIC or question not in (0.0, 1.0):
         return "sent something else"
-    return f"is in call {number:.0f} ({Question(int(question)).call})"
+    return f"is in call {number:.0f} ({_CALLS[int(question)]})"
 
 
 def _listed(groups: Sequence[Sequence[int]]) -> str:

@@ -52,24 +52,23 @@ def template_of(
     if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in values["param_groups"]]:
         raise CheckpointError("it has other parameter groups than the optimizer, expected one of the same model")
     parameters = _named_parameters(optimizer, {"param_groups": groups})
-    state = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
-    present = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    state: dict[str, Any] = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    expected = {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else "present"
+        for name, value in state.items()
+    }
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    found = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
-    expected = {name: (tuple(value.shape), value.dtype) for name, value in present.items()}
+    tensors = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
+    found: dict[str, object] = {**tensors, **dict.fromkeys(values["others"], "present")}
     differing = expected.items() ^ {(name, kind) for name, kind in found.items() if name.startswith("model.")}
     if differing:
         name = min(name for name, _ in differing)
         kinds = (some.get(name, "absent") for some in (found, expected))
         raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
-    others = {name for name in values["others"] if name.startswith("model.")}
-    for name in sorted(others ^ (state.keys() - present.keys())):
-        there, here = ("present", "absent") if name in others else ("absent", "present")
-        raise CheckpointError(f"{name.partition('.')[2]} is {there} in it, expected {here} as in the model")
     template = {}
-    for name, (shape, dtype) in found.items():
+    for name, (shape, dtype) in tensors.items():
         parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
-        like = present[name] if name in present else parameters[parameter]
+        like = state[name] if name in state else parameters[parameter]
         if like.shape != shape:  # as that of step
             like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)

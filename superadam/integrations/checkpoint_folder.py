@@ -113,8 +113,9 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
         raise CheckpointError(f"another process has been saving there for {LOCK_SECONDS:g} seconds") from None
     there = look(folder)
     if there.state is not None and there.state not in states:
+        newest = there.newest if there.newest.name != _LATEST else [*there.others, there.newest][0]
         raise CheckpointError(
-            f"it holds {_name(there)}, which was neither loaded into this optimizer nor saved from it: end the job "
+            f"it holds {newest.name}, which was neither loaded into this optimizer nor saved from it: end the job "
             "that saved it, or load it to continue its run, or choose another folder"
         )
     _delete_parts(folder)
@@ -236,11 +237,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=_number, reverse=True)
-
-
-def _name(there: CheckpointFolder) -> str:
-    """Return the name of the newest checkpoint, also where `latest` does not tell."""
-    return next((path.name for path in (there.newest, *there.others) if path.name != _LATEST), _LATEST)
 
 
 def _run_of(path: Path) -> str | None:

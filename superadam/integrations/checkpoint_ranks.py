@@ -45,17 +45,15 @@ class CheckpointRanks:
 
         Raises CheckpointError where another rank sees something else.
         """
-        sights: list[str | None] = [None]
-        fault = self.fault(lambda: sights.insert(0, checkpoint_folder.sight(path)))
-        seen = self.gather(sights[0])
+        seen = self.gather(self.run(lambda: checkpoint_folder.sight(path)))
         strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
-        if fault is None and not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
+        if not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
             strangers = self._without_marker(path.parent)
-        if fault is None and strangers:
-            there = f"{path.parent} is another folder on ranks {strangers} than on rank 0"
-            fault = f"{there}: choose one that all ranks share"
-        if fault is not None:
-            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
+        if strangers:
+            raise CheckpointError(
+                f"{self.failure}: {path.parent} is another folder on ranks {strangers} than on rank 0: choose one that "
+                f"all ranks share; {self.outcome}"
+            )
         return seen[0]
 
     def _without_marker(self, folder: Path) -> list[int]:
