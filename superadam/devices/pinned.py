@@ -103,12 +103,11 @@ class PinnedMemory:
         self.pageable_bytes += size
         if not is_first:
             return
-        largest = max((end - begin for slab in self._slabs for begin, end in slab.free), default=0)
         _logger.warning(
-            "superadam needs %s of host memory for one copy, but of its %s of pinned memory only %s are free in one "
-            "piece: %s are missing, and such copies pass through pageable memory from now on, which takes longer and "
-            "may hold up the model; smaller buckets and more cores free pinned memory sooner",
-            *map(gigabytes, (size, self.size, largest, size - largest)),
+            "superadam needs %s of host memory for one copy, and none of its %s of pinned memory is free in one such "
+            "piece: such copies pass through pageable memory from now on, which takes longer and may hold up the "
+            "model; smaller buckets and more cores free pinned memory sooner",
+            *map(gigabytes, (size, self.size)),
         )
 
 

@@ -151,12 +151,6 @@ class Slab:
         self._leases[begin] = reference
         return torch.frombuffer(lease, dtype=dtype, count=numel)
 
-    @property
-    def free(self) -> list[tuple[int, int]]:
-        """First byte and end of every range that is not taken."""
-        self._collect()
-        return self._gaps.ranges
-
     def _collect(self) -> None:
         while self._returned:
             ended = self._returned.popleft()

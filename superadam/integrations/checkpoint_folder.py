@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -33,7 +32,6 @@ LOCK_SECONDS = 30.0
 """For which a save waits for the end of another one."""
 
 MARKER = ".shared-"
-_MARKER_SECONDS = 3600.0  # after which a marker was left by a process that was killed
 
 _LATEST, _MANIFEST = "latest", "manifest.json"
 _NAME = re.compile(r"save-(\d{8,})", re.ASCII)
@@ -256,7 +254,3 @@ def _part_of(path: Path) -> Path:
 def _delete_parts(folder: Path) -> None:
     for part in folder.glob(".save-*.part"):
         shutil.rmtree(part, ignore_errors=True)
-    for marker in folder.glob(f"{MARKER}*"):
-        with suppress(OSError):
-            if time.time() - marker.stat().st_mtime > _MARKER_SECONDS:
-                marker.unlink()
