@@ -20,11 +20,8 @@ from torch import Tensor
 
 from superadam.host.memory import gigabytes, lockable_bytes
 
-PAGE_BYTES = mmap.PAGESIZE
-"""Ranges are whole pages, so that the same sizes recur and gaps fit again."""
-
-PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device of the process."""
+PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the same sizes recur and gaps fit again
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 _logger = logging.getLogger("superadam")
 _left_to_parent: list[mmap.mmap] = []
@@ -116,7 +113,7 @@ class Slab:
     """
 
     def __init__(self, size: int, registrar: Registrar) -> None:
-        self.size = in_pages(size)
+        self.size = _in_pages(size)
         try:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
@@ -139,8 +136,11 @@ class Slab:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return a flat tensor of at least one element, or None where no gap is large enough."""
-        size = in_pages(numel * dtype.itemsize)
-        self._collect()
+        size = _in_pages(numel * dtype.itemsize)
+        while self._returned:
+            ended = self._returned.popleft()
+            del self._leases[ended.begin]
+            self._gaps.free(ended.begin, ended.size)
         begin = self._gaps.allocate(size)
         if begin is None:
             return None
@@ -151,15 +151,8 @@ class Slab:
         self._leases[begin] = reference
         return torch.frombuffer(lease, dtype=dtype, count=numel)
 
-    def _collect(self) -> None:
-        while self._returned:
-            ended = self._returned.popleft()
-            del self._leases[ended.begin]
-            self._gaps.free(ended.begin, ended.size)
 
-
-def in_pages(size: int) -> int:
-    """Return `size` rounded up to whole pages."""
+def _in_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 

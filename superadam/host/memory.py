@@ -76,11 +76,8 @@ class HostNeeds:
 def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
     """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
 
-    Warns where that is more than is left, if all ranks on this node need as much: programs end, caches are dropped,
-    memory is swapped.
-
-    Raises:
-        MemoryError: it is more than the machine has, or than the control groups of this process allow.
+    Warns where that is more than is left, if all ranks on this node need as much. Raises MemoryError where it is more
+    than the machine has, or than the control groups of this process allow.
     """
     try:
         memory, count = HostMemory.of(host), local_rank(host).count
@@ -111,15 +108,10 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Host memory that one of several processes is about to take at once.
+    """Host memory that one of several processes is about to take at once."""
 
-    Attributes:
-        size: bytes.
-        left: bytes that each limit leaves; one that processes share has one key in all of them.
-    """
-
-    size: int
-    left: Mapping[str, int]
+    size: int  # bytes
+    left: Mapping[str, int]  # bytes that each limit leaves; one that processes share has one key in all of them
 
     @classmethod
     def of(cls, host: Host, size: int) -> Self:
@@ -130,11 +122,7 @@ class Claim:
             return cls(size, {})  # it is unknown
 
     def check(self, claims: Sequence[Claim]) -> None:
-        """Raise MemoryError where a limit leaves less than all processes take for which it holds.
-
-        Args:
-            claims: of all processes, this one included.
-        """
+        """Raise MemoryError where a limit leaves less than those of all processes take that it holds for."""
         for key, left in self.left.items():
             together = sum(claim.size for claim in claims if key in claim.left)
             if together > left:
@@ -153,22 +141,14 @@ def lockable_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _of_machine(host: Host) -> tuple[int, int]:
-    """Return the machine's total and available bytes; raises as `HostMemory.of`."""
+def _limits(host: Host) -> dict[str, tuple[int, int]]:
+    """Return the bytes of the machine, then of limited groups, and what is left, by a key that all processes share."""
     lines = dict(line.split(":", 1) for line in host.read("/proc/meminfo").splitlines() if ":" in line)
     missing = {"MemTotal", "MemAvailable"} - set(lines)
     if missing:
         raise ValueError(f"/proc/meminfo has no line {min(missing)}, expected one; mount the /proc of Linux there")
-    return int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10
-
-
-def _limits(host: Host) -> dict[str, tuple[int, int]]:
-    """Return the bytes of the machine and of each limited control group, and what is left, by a key for all processes.
-
-    The machine comes first. Raises as `HostMemory.of`.
-    """
     machine = host.read_or("/proc/sys/kernel/random/boot_id", os.uname().nodename)
-    limits = {machine: _of_machine(host)}
+    limits = {machine: (int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10)}
     for group in groups_of(host, "memory"):
         limit = _limit_of(host, group)
         if limit is not None:
