@@ -106,9 +106,8 @@ class Ranks:
         `nonfinite` is that of this rank. `sums` returns its sums of squares, one for each class from 0 on, where it is
         given the class of each parameter. A `limit` of None is none.
 
-        Raises:
-            RuntimeError: on every rank alike: another rank failed, ended, or is elsewhere in the program, or the ranks
-                have different limits, parts of different parameters, or different gradients of the same ones.
+        Raises RuntimeError, on every rank alike: another rank failed, ended, or is elsewhere in the program, or the
+        ranks have different limits, parts of different parameters, or different gradients of the same ones.
         """
         limit = math.inf if limit is None else limit
         mine = self._words(question)._replace(limit=limit, nonfinite=nonfinite, is_new=float(self._held != self._told))
@@ -287,9 +286,7 @@ def ranks_of(
 ) -> Ranks | None:
     """Return the ranks that make each step of these parameters; None if all are ordinary tensors and `group` is None.
 
-    They are those of `group`, by default all of the job. `before` is what this has returned for the same optimizer; it
-    is returned again where the ranks are the same.
-
+    They are those of `group`, by default all of the job; `before`, of the same optimizer, where that has the same ones.
     Raises ValueError where parameters lie on other ranks, or do not tell that all ranks of the job belong together.
     """
     meshes = {tuple(members_of(one)): name for one, name in zip(parameters, names, strict=True) if is_distributed(one)}

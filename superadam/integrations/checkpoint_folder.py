@@ -95,14 +95,8 @@ def locate(path: Path) -> tuple[Path, CheckpointFolder, bool]:
 def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Path:
     """Return the new folder to write the next checkpoint to; when `stack` ends, it was published or is deleted.
 
-    Deletes what killed saves have left.
-
-    Args:
-        states: of the folder, in which what is to be saved was loaded from or saved there.
-
-    Raises:
-        OSError: the folder cannot be written to.
-        CheckpointError: another process is saving there, or the newest checkpoint is not one of `states`.
+    Deletes what killed saves have left. Raises OSError, and CheckpointError where another process is saving there, or
+    the folder has another state than the `states` in which it was loaded from or saved to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -127,14 +121,8 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
 def publish(part: Path, files: Files, world_size: int, keep: int, states: set[str | None]) -> tuple[Path, str]:
     """Make what was written, and is on the disk, the newest checkpoint, and delete all but `keep` of the run.
 
-    Args:
-        states: receives that of the folder.
-
-    Returns:
-        The checkpoint's folder, and the state.
-
-    Raises:
-        OSError, CheckpointError: these are not the files there, or writing failed.
+    Returns its folder, and the state of the folder that holds it, which `states` receives as soon as there is no way
+    back. Raises OSError, and CheckpointError where these are not the files there.
     """
     _require_files(part, files)
     folder, path = part.parent, published(part)

@@ -62,9 +62,6 @@ class Copies:
         tensors: all of the checkpoint, as users see them.
         masters: the parameter of each name in `tensors` that is a master's.
         names: of those that this rank writes.
-
-    Attributes:
-        size: bytes that the copies take.
     """
 
     def __init__(self, tensors: Mapping[str, Value], masters: Mapping[str, Tensor], names: Collection[str]) -> None:
@@ -84,10 +81,7 @@ class Copies:
         self.size = sum(map(_aligned_bytes, self._arrays.values()))
 
     def make(self) -> dict[str, Value]:
-        """Return the copies, on the CPU; what is no plain tensor is copied by torch.
-
-        Raises MemoryError or RuntimeError where there is no memory.
-        """
+        """Return the copies, on the CPU; raises MemoryError or RuntimeError where there is no memory."""
         block, begin = _memory_of_copies(max(1, self.size)), 0
         copies: dict[object, Tensor] = {}
         for place, array in self._arrays.items():

@@ -15,7 +15,6 @@ from torch.utils.serialization import config as serialization
 
 from superadam.host.memory import gigabytes
 from superadam.offload.scheduler import OffloadScheduler
-from superadam.offload.statistics import OverlapStatistics
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim.arguments import checked_storage
 from superadam.step.outcome import Statistics
@@ -36,11 +35,6 @@ REPLACED: dict[type[Optimizer], type[SpeculativeCPUAdam]] = {
 
 LOGGED = ("committed", "clipped", "skipped", "accepted")
 """Counts of `superadam.Statistics` that are added to the Trainer's log."""
-
-CLIPPED_SHARE = 0.2
-"""Of the steps: where more are clipped and most speculation is of no use, there is a warning."""
-
-JUDGED_STEPS = 50  # before that
 
 _logger = logging.getLogger("superadam")
 
@@ -128,7 +122,6 @@ class OffloadCallback(TrainerCallback):
         self._storage = storage
         self._logged = Statistics()
         self._began = Statistics()
-        self._has_warned = False
         self._mapping = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,8 +172,6 @@ class OffloadCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(counts)
         self._logged = copy.copy(now)
-        if not self._has_warned:
-            self._warn_of_clipping(now, scheduler.statistics)
 
     def close(self) -> None:
         """Close the scheduler, if one is open, and map no more files."""
@@ -188,20 +179,6 @@ class OffloadCallback(TrainerCallback):
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
             scheduler.close()
-
-    def _warn_of_clipping(self, now: Statistics, overlap: OverlapStatistics) -> None:
-        names = ("committed", "clipped", "respeculated", "accepted")
-        committed, clipped, respeculated, accepted = (getattr(now, one) - getattr(self._began, one) for one in names)
-        steps = committed + clipped
-        is_in_vain = respeculated > accepted or 2 * overlap.waiting_buckets > overlap.buckets
-        if is_in_vain and overlap.buckets and steps >= JUDGED_STEPS and clipped > CLIPPED_SHARE * steps:
-            self._has_warned = True
-            _logger.warning(
-                "%d of %d steps were clipped, by factors that could not be predicted, so that little of the "
-                "optimizer's work is hidden; raise max_grad_norm, or see docs/clipping.md",
-                clipped,
-                steps,
-            )
 
 
 def _check_storage(optimizer: SpeculativeCPUAdam, storage: dict[str, str]) -> None:
@@ -230,10 +207,7 @@ def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> Specul
 
 
 def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
-    """Warn of weights that are fp32 on a device, where they and their gradients take twice the memory of bf16.
-
-    fp32 adapters of another model are no fault.
-    """
+    """Warn of most weights being fp32 on a device, where they and gradients take twice the memory of bf16."""
     parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
     wide = sum(one.numel() for one in parameters if one.dtype == torch.float32 and one.device.type != "cpu")
     if 2 * wide > sum(one.numel() for one in model.parameters()):
