@@ -34,12 +34,7 @@ LEFT_TO_TRAINING = 2
 
 
 class CudaDevice(Device):
-    """A GPU that torch addresses as `cuda`; raises ValueError for another type of device.
-
-    Args:
-        device: "cuda" is the current one.
-        host: the machine, for the CPUs near the device and the free memory.
-    """
+    """A GPU that torch addresses as `cuda`, the current one without an index; raises ValueError for another type."""
 
     def __init__(self, device: torch.device | str, host: Host | None = None) -> None:
         device = torch.device(device)
@@ -69,10 +64,7 @@ class CudaDevice(Device):
         return tensor.is_cpu
 
     def mark_ready(self, parameter: Tensor) -> Event:
-        """Return an event for a gradient on the host; for others the current stream, which stands for its later end.
-
-        Most models compute on one stream, where that costs nothing.
-        """
+        """Return an event for a gradient on the host; for others the current stream, mostly free to wait for."""
         return self.record(Stream.CURRENT) if self.is_host(parameter) else torch.cuda.current_stream(self.device)
 
     def _keep(self, gradients: Iterable[Tensor]) -> None:
@@ -85,10 +77,7 @@ class CudaDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Enqueue one launch; gradients with other strides than their states are copied first.
-
-        Raises ValueError for a gradient on another device.
-        """
+        """Enqueue one launch; gradients with other strides than their states are copied first."""
         for elsewhere in {gradient.device for gradient in gradients} - {self.device}:
             raise ValueError(
                 f"a gradient is on {elsewhere}, expected {self.device} as the scheduler's device; pass CudaDevice for "

@@ -74,10 +74,9 @@ def first_position(tensor: Any) -> int:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "Shard", None)
     if not is_distributed(tensor) or not tensor.dim():
         return 0
-    if any(not placement.is_replicate() and type(placement) is not kind for placement in tensor.placements):
+    cut = [placement for placement in tensor.placements if not placement.is_replicate()]
+    if any(type(placement) is not kind or placement.dim != 0 for placement in cut):
         return 0  # as of several meshes, whose rows alternate
-    if any(placement.is_shard() and placement.dim != 0 for placement in tensor.placements):
-        return 0
     begin, rows, coordinate = 0, tensor.shape[0], tensor.device_mesh.get_coordinate()
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_shard():

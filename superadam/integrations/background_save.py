@@ -16,11 +16,10 @@ from superadam.kernels.torch_private import timeout_of
 
 _logger = logging.getLogger("superadam")
 
+beginning = threading.RLock()
+"""Held while a save beside training begins: one thread after the other, each when the save before has ended.
 
-# ---- the thread ------------------------------------------------------------------------------------------------------
-
-beginning = threading.Lock()
-"""Held while a save beside training begins: one thread after the other, each when the save before has ended."""
+A signal handler that saves meanwhile is refused as another process would be."""
 
 _under_way: tuple[threading.Thread, Future[None]] | None = None
 
@@ -28,7 +27,7 @@ _under_way: tuple[threading.Thread, Future[None]] | None = None
 def _begin_anew() -> None:
     """Of a forked child: neither the save's thread nor one that holds the lock is there."""
     global beginning, _under_way
-    beginning, _under_way = threading.Lock(), None
+    beginning, _under_way = threading.RLock(), None
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -83,8 +82,6 @@ def wait() -> None:
             "destroy_process_group(), and see whether a rank has ended"
         ) from error
 
-
-# ---- the process group -----------------------------------------------------------------------------------------------
 
 _groups: dict[object, tuple[object, dist.ProcessGroup]] = {}
 

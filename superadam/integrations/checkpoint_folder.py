@@ -87,8 +87,7 @@ def locate(path: Path) -> tuple[Path, CheckpointFolder, bool]:
     there = look(path.parent)
     if path == there.newest:
         return path.parent, there, True
-    named = [] if there.newest.name == _LATEST else [there.newest]
-    others = [*named, *(other for other in there.others if other != path)]
+    others = [other for other in (there.newest, *there.others) if other not in (path, path.parent / _LATEST)]
     return path.parent, CheckpointFolder(path, None, others, there.state), False
 
 

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -209,47 +210,36 @@ def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -
         raise CheckpointError(f"{ranks.failure}: {fault}; {ranks.outcome}: {advice}")
 
 
+@dataclass(eq=False)
 class _NewCheckpoint:
-    """A checkpoint that is being saved, stage by stage; each raises CheckpointError on all ranks if it fails on one.
+    """A checkpoint that is being saved, stage by stage; each raises CheckpointError on all ranks if it fails on one."""
 
-    Args:
-        steps: counts those of the optimizer, until `save` returns.
-        stack: when it ends, the checkpoint was published, or nothing is left of it.
-        is_copied: whether training goes on before it is written.
-    """
-
-    def __init__(
-        self,
-        ranks: CheckpointRanks,
-        optimizer: Optimizer,
-        steps: Callable[[], int],
-        keep: int,
-        stack: ExitStack,
-        *,
-        is_copied: bool,
-    ) -> None:
-        self._ranks, self._optimizer, self._steps, self._keep, self._stack = ranks, optimizer, steps, keep, stack
-        self._is_copied = is_copied
+    ranks: CheckpointRanks
+    optimizer: Optimizer
+    steps: Callable[[], int]  # counts those of the optimizer, until `save` returns
+    keep: int
+    stack: ExitStack  # when it ends, the checkpoint was published, or nothing is left of it
+    is_copied: bool  # training goes on before it is written
 
     def begin(self, folder: Path, model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
         def read() -> None:
-            if type(self._keep) is not int or self._keep < 1:
-                raise CheckpointError(f"keep is {self._keep!r}, expected a whole number of at least 1")
+            if type(self.keep) is not int or self.keep < 1:
+                raise CheckpointError(f"keep is {self.keep!r}, expected a whole number of at least 1")
             with self._lock():
-                if isinstance(self._optimizer, SpeculativeCPUAdam):
-                    self._optimizer._adopt_sampled_writes()
-                self._steps_made = self._steps()
-                self._tensors, values = checkpoint_contents.contents_of(model, self._optimizer)
-                self._masters = checkpoint_contents.masters_of(self._tensors, values, self._optimizer)
-                values["extra"] = extra if self._ranks.rank == 0 else None
+                if isinstance(self.optimizer, SpeculativeCPUAdam):
+                    self.optimizer._adopt_sampled_writes()
+                self._steps_made = self.steps()
+                self._tensors, values = checkpoint_contents.contents_of(model, self.optimizer)
+                self._masters = checkpoint_contents.masters_of(self._tensors, values, self.optimizer)
+                values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
 
-        self._ranks.run(read)
-        self._states = _descent.setdefault(self._optimizer, set())
-        self._part = self._ranks.on_first(lambda: checkpoint_folder.begin(folder, self._stack, self._states))
-        self._ranks.require_shared(self._part)
+        self.ranks.run(read)
+        self._states = _descent.setdefault(self.optimizer, set())
+        self._part = self.ranks.on_first(lambda: checkpoint_folder.begin(folder, self.stack, self._states))
+        self.ranks.require_shared(self._part)
 
     def plan(self) -> None:
         """Agree on what each rank writes.
@@ -257,10 +247,10 @@ class _NewCheckpoint:
         DCP's own `save` would agree on it while it writes, and where the process group is destroyed meanwhile, each
         rank would write as if it were alone.
         """
-        is_first = self._ranks.rank == 0
+        is_first = self.ranks.rank == 0
         planner = self._planner = checkpoint_tensors.Planner()
         writer = self._writer = FileSystemWriter(self._part, overwrite=False, sync_files=False)
-        if self._is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
+        if self.is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
             writer.per_thread_copy_ahead = 0  # the planner makes tensors one after the other
 
         def plan_of_rank() -> SavePlan:
@@ -268,27 +258,26 @@ class _NewCheckpoint:
             writer.set_up_storage_writer(is_first)
             return writer.prepare_local_plan(planner.create_local_plan())
 
-        plans = self._ranks.gather(self._ranks.run(plan_of_rank))
+        plans = self.ranks.gather(self.ranks.run(plan_of_rank))
 
         def plan_of_all() -> SavePlan:
             every, self._metadata = planner.create_global_plan(plans)
-            return planner.finish_plan(writer.prepare_global_plan(every)[self._ranks.rank])
+            return planner.finish_plan(writer.prepare_global_plan(every)[self.ranks.rank])
 
-        self._plan = self._ranks.run(plan_of_all)
+        self._plan = self.ranks.run(plan_of_all)
 
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
-
         names = {item.index.fqn for item in self._plan.items}
-        copies = self._ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, self._masters, names))
+        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, self._masters, names))
         own = Claim.of(Host(), copies.size)
-        claims = self._ranks.gather(own)
+        claims = self.ranks.gather(own)
 
         def copy() -> None:
             with self._lock():
                 try:
                     own.check(claims)
-                    self._stack.callback(checkpoint_tensors.rest)
+                    self.stack.callback(checkpoint_tensors.rest)
                     self._planner.read_from(copies.make())
                 except Exception as error:
                     if not is_short_of_memory(error):
@@ -300,13 +289,13 @@ class _NewCheckpoint:
                     ) from error
                 self._require_no_step()
 
-        self._ranks.run(copy)
-        del self._tensors, self._masters, self._optimizer, self._steps  # nothing of training is kept
+        self.ranks.run(copy)
+        del self._tensors, self._masters, self.optimizer, self.steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""
-        every = self._ranks.gather(self._ranks.run(self._write))
-        path, state = self._ranks.on_first(lambda: self._publish(every))
+        every = self.ranks.gather(self.ranks.run(self._write))
+        path, state = self.ranks.on_first(lambda: self._publish(every))
         self._states.add(state)
         _last_seen[path.parent.resolve()] = state
         return path
@@ -314,7 +303,7 @@ class _NewCheckpoint:
     def finish_beside(self) -> Path:
         """Let a thread finish; return the folder that the checkpoint will have."""
         with deferred_signals():  # Ctrl-C leaves no part of a checkpoint behind that nobody writes
-            rest = self._stack.pop_all()
+            rest = self.stack.pop_all()
 
             def work() -> None:
                 with rest:
@@ -328,9 +317,9 @@ class _NewCheckpoint:
         written = self._writer.write_data(self._plan, self._planner)
         written.wait()
         checkpoint_tensors.require_whole(self._plan, written.value())
-        if not self._is_copied:
+        if not self.is_copied:
             self._require_no_step()
-        own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self._ranks.rank}_")]
+        own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self.ranks.rank}_")]
         return written.value(), _digests(own)
 
     def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str]:
@@ -341,14 +330,14 @@ class _NewCheckpoint:
         files = _digests([values, self._part / ".metadata"])
         for _, share in every:
             files.update(share)
-        return checkpoint_folder.publish(self._part, files, self._ranks.size, self._keep, self._states)
+        return checkpoint_folder.publish(self._part, files, self.ranks.size, self.keep, self._states)
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
-        return self._optimizer._binding.lock if isinstance(self._optimizer, SpeculativeCPUAdam) else nullcontext()
+        return self.optimizer._binding.lock if isinstance(self.optimizer, SpeculativeCPUAdam) else nullcontext()
 
     def _require_no_step(self) -> None:
-        if self._steps() != self._steps_made:
+        if self.steps() != self._steps_made:
             raise CheckpointError("another thread has made a step meanwhile: save from the one that trains")
 
 

@@ -94,9 +94,8 @@ class _Owner:
 class ReducedGradients(GradientHolder):
     """Takes gradients of one optimizer's shards from the buffers in which they were reduced.
 
-    FSDP2 shows the buffer of a group to its hook, divides it in place, and makes a rounded copy. It cuts the gradients
-    of the group's parameters from the copy, and calls their hooks, before it goes on to the next group. So in the hook
-    of a parameter, the unrounded gradient lies in the buffer where the rounded one lies in the copy.
+    FSDP2 shows a group's buffer to its hook, divides it in place, cuts the group's gradients from a rounded copy, and
+    calls their hooks. So there the unrounded gradient lies in the buffer where the rounded one lies in the copy.
     """
 
     def __init__(self, optimizer: SpeculativeCPUAdam) -> None:

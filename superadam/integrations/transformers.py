@@ -27,12 +27,6 @@ except ImportError as error:
         f"superadam.integrations.transformers needs transformers ({error}); install superadam[finetune]"
     ) from error
 
-REPLACED: dict[type[Optimizer], type[SpeculativeCPUAdam]] = {
-    torch.optim.Adam: SpeculativeCPUAdam,
-    torch.optim.AdamW: SpeculativeCPUAdamW,
-}
-"""What takes the place of each optimizer that a Trainer may make."""
-
 LOGGED = ("committed", "clipped", "skipped", "accepted")
 """Counts of `superadam.Statistics` that are added to the Trainer's log."""
 
@@ -196,13 +190,13 @@ def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> Specul
     if isinstance(optimizer, SpeculativeCPUAdam):
         _check_storage(optimizer, storage)
         return optimizer
-    kind = REPLACED.get(type(optimizer))  # type: ignore[arg-type]
-    if optimizer is None or kind is None:
+    if optimizer is None or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             f"the Trainer made {type(optimizer).__name__}, expected torch.optim.Adam or AdamW, which superadam "
             "replaces; leave args.optim at its default, or train without offload()"
         )
     defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
+    kind = SpeculativeCPUAdamW if type(optimizer) is torch.optim.AdamW else SpeculativeCPUAdam
     return kind(optimizer.param_groups, **(defaults | storage))
 
 

@@ -90,10 +90,7 @@ def gradients_go_to_the_host_and_values_come_back(device: Device) -> None:
 
 
 def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
-    """The event of `mark_ready`, if there is one, holds up a stream that packs the gradient and a thread that reads it.
-
-    A gradient is on the device, and another one on the host.
-    """
+    """The event of `mark_ready` holds up a stream that packs the gradient, and a thread that reads one on the host."""
     for where in (_where(device), torch.device("cpu")):
         parameter = nn.Parameter(torch.zeros(70, device=where))
         parameter.grad = torch.arange(70.0, device=where)

@@ -84,11 +84,9 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 class SimulatedDevice(Device):
-    """Streams that run when the seed says so; it does not report its free memory, so that runs repeat.
+    """Streams that run when the seed says so; the same seed gives the same run.
 
-    Args:
-        seed: decides every choice; the same seed gives the same run.
-        eagerness: chance that one more operation runs whenever the device is used; 0 leaves everything to waits.
+    `eagerness` is the chance that one more operation runs whenever the device is used; 0 leaves everything to waits.
     """
 
     can_update = True

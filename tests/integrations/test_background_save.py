@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.integrations import checkpoint_tensors, distributed_checkpoint
+from superadam.integrations import checkpoint_folder, checkpoint_tensors, distributed_checkpoint
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 from superadam.testing import SimulatedDevice
 
@@ -422,6 +422,31 @@ def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
             save(tmp_path, model, optimizer, wait=waits)
     save(tmp_path, model, optimizer)
     load(tmp_path, model, optimizer)
+
+
+def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waited for the save that it interrupts would wait for ever."""
+    monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.1)
+    model, optimizer = make(SpeculativeCPUAdamW)
+    save(tmp_path, model, optimizer)
+    words = list[str]()
+
+    def save_again(*_: object) -> None:
+        with pytest.raises(CheckpointError) as error:
+            save(tmp_path, model, optimizer, wait=False)
+        words.append(str(error.value))
+
+    before = signal.signal(signal.SIGALRM, save_again)
+    begin = checkpoint_folder.begin
+    with monkeypatch.context() as context:
+        context.setattr(
+            checkpoint_folder, "begin", lambda *given: (begin(*given), signal.raise_signal(signal.SIGALRM))[0]
+        )
+        path = save(tmp_path, model, optimizer, wait=False)
+    signal.signal(signal.SIGALRM, before)
+    wait()
+    assert "another process has been saving there" in words[0]
+    assert path.exists()
 
 
 def in_a_while(work: Callable[[], object], seconds: float = 0.05) -> None:
