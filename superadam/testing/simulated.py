@@ -42,9 +42,8 @@ _Queue = Stream | int
 class SimulatedEvent:
     """A point in a simulated stream."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
-        self.is_recorded = False
+    def __init__(self, device: SimulatedDevice, *, is_recorded: bool = False) -> None:
+        self._device, self.is_recorded = device, is_recorded
         self.has_passed = False
 
     def query(self) -> bool:
@@ -96,7 +95,6 @@ class SimulatedDevice(Device):
         self._lock = threading.RLock()  # backwards may run in several threads
         self._eagerness = eagerness
         self._streams: dict[_Queue, collections.deque[Operation]] = {stream: collections.deque() for stream in Stream}
-        self._waits: dict[_Queue, list[SimulatedEvent]] = {stream: [] for stream in Stream}
         self._current: _Queue = Stream.CURRENT
         self._late: dict[_Queue, SimulatedEvent] = {}  # the last of what each stream fills late
         self._host_blocks: set[int] = set()
@@ -107,7 +105,6 @@ class SimulatedDevice(Device):
         with self._lock:  # another thread may look which stream has something to do
             self._current = number or Stream.CURRENT
             self._streams.setdefault(self._current, collections.deque())
-            self._waits.setdefault(self._current, [])
 
     def late(self, values: Tensor, *, on_host: bool = False) -> Tensor:
         """Return a dense tensor that the current stream fills with these values late; until then it holds NaN.
@@ -122,8 +119,7 @@ class SimulatedDevice(Device):
             key = storage_key(tensor.untyped_storage())
             self._host_blocks.add(key)
             weakref.finalize(held, self._host_blocks.discard, key)
-        filled = self._late[self._current] = SimulatedEvent(self)
-        filled.is_recorded = True
+        filled = self._late[self._current] = SimulatedEvent(self, is_recorded=True)
         self._enqueue(Stream.CURRENT, Operation(lambda: _copy([target], [source]), event=filled))
         return tensor
 
@@ -172,10 +168,7 @@ class SimulatedDevice(Device):
 
     def _enqueue(self, stream: Stream, operation: Operation) -> None:
         with deferred_signals(), self._lock:
-            queue = self._queue(stream)
-            operation.after = (*operation.after, *self._waits[queue])
-            self._waits[queue] = []
-            self._streams[queue].append(operation)
+            self._streams[self._queue(stream)].append(operation)
 
     def is_host(self, tensor: Tensor) -> bool:
         return storage_key(tensor.untyped_storage()) in self._host_blocks
@@ -224,8 +217,7 @@ class SimulatedDevice(Device):
         self.progress()
 
     def record(self, stream: Stream) -> SimulatedEvent:
-        event = SimulatedEvent(self)
-        event.is_recorded = True
+        event = SimulatedEvent(self, is_recorded=True)
         self._enqueue(stream, Operation(lambda: None, event=event))
         self.progress()
         return event
@@ -237,7 +229,7 @@ class SimulatedDevice(Device):
         if stream is Stream.CURRENT:
             self.run_until(event)
         else:
-            self._waits[stream].append(event)
+            self._enqueue(stream, Operation(lambda: None, (event,)))
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         kept_for = self._blocks[storage_key(buffer.untyped_storage())].kept_for

@@ -33,7 +33,7 @@ class LateModel(SimulatedDevice):
 
     def wait(self, stream: Stream, event: SimulatedEvent) -> None:  # type: ignore[override]
         if event.is_recorded:
-            self._waits[stream].append(event)
+            self._enqueue(stream, Operation(lambda: None, (event,)))
 
 
 def lazy(seed: int = 0) -> SimulatedDevice:
@@ -293,7 +293,7 @@ def test_values_come_up_while_backward_goes_on() -> None:
     places, arrived = speculated(transfers, states, taken)
     arrived.synchronize()
     goes_on: list[Any] = []
-    device._waits[Stream.CURRENT].append(SimulatedEvent(device))  # never passes
+    device._enqueue(Stream.CURRENT, Operation(lambda: None, (SimulatedEvent(device),)))  # never passes
     device._enqueue(Stream.CURRENT, Operation(lambda: goes_on.append(1)))
     places[states[0]].value.fill_(1.0)
     shadow = places[states[0]].shadow
