@@ -34,12 +34,7 @@ LEFT_TO_TRAINING = 2
 
 
 class CudaDevice(Device):
-    """A GPU that torch addresses as `cuda`; raises ValueError for another type of device.
-
-    Args:
-        device: "cuda" is the current one.
-        host: the machine, for the CPUs near the device and the free memory.
-    """
+    """A GPU that torch addresses as `cuda`, the current one without an index; raises ValueError for another type."""
 
     _cuda: Any = torch.cuda
     _kernels: Any = gpu
@@ -67,21 +62,19 @@ class CudaDevice(Device):
         }
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
-        return self._cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
+        current: torch.cuda.Stream = self._cuda.current_stream(self.device)
+        return current if stream is Stream.CURRENT else self._streams[stream]
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.is_cpu
 
     def mark_ready(self, parameter: Tensor) -> Event:
-        """Return an event for a gradient on the host; for others the current stream, which stands for its later end.
-
-        Most models compute on one stream, where that costs nothing.
-        """
-        return self.record(Stream.CURRENT) if self.is_host(parameter) else self._cuda.current_stream(self.device)
+        """Return an event for a gradient on the host; for others the current stream, mostly free to wait for."""
+        return self.record(Stream.CURRENT) if self.is_host(parameter) else self._stream(Stream.CURRENT)
 
     def _keep(self, gradients: Iterable[Tensor]) -> None:
         """Keep memory of gradients, which may belong to any stream, until the current one has read it."""
-        current = self._cuda.current_stream(self.device)
+        current = self._stream(Stream.CURRENT)
         for gradient in gradients:
             self._keep_for(gradient, current)
 
@@ -92,10 +85,7 @@ class CudaDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Enqueue one launch; gradients with other strides than their states are copied first.
-
-        Raises ValueError for a gradient on another device.
-        """
+        """Enqueue one launch; gradients with other strides than their states are copied first."""
         for elsewhere in {gradient.device for gradient in gradients} - {self.device}:
             raise ValueError(
                 f"a gradient is on {elsewhere}, expected {self.device} as the scheduler's device; pass CudaDevice for "
@@ -120,7 +110,8 @@ class CudaDevice(Device):
     def free_bytes(self) -> int:
         """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
         free, _ = self._cuda.mem_get_info(self.device)
-        return free + self._cuda.memory_reserved(self.device) - self._cuda.max_memory_allocated(self.device)
+        idle: int = self._cuda.memory_reserved(self.device) - self._cuda.max_memory_allocated(self.device)
+        return int(free) + idle
 
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -153,7 +144,7 @@ class CudaDevice(Device):
             destination.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> torch.cuda.Event:
-        event = self._cuda.Event(blocking=True)  # waiting for it sleeps
+        event: torch.cuda.Event = self._cuda.Event(blocking=True)  # waiting for it sleeps
         event.record(self._stream(stream))
         return event
 

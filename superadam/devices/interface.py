@@ -102,8 +102,7 @@ class Device(abc.ABC):
 
         Runs on the current stream, which was made to wait for the gradients. They may be dropped once it returns, and
         their memory may belong to another stream. There is one for each member of the layout, of its shape. Gaps of
-        the buffer may hold anything. `norm` receives the norm of what is in the buffer, tensor by tensor; it is passed
-        only where `can_update`.
+        the buffer may hold anything. `norm`, passed only where `can_update`, receives the norm of each tensor in it.
         """
 
     can_update = False

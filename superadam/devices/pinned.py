@@ -75,7 +75,14 @@ class PinnedMemory:
                 tensor = slab.empty(numel, dtype)
                 if tensor is not None:
                     return tensor
-            self._count_pageable(numel * dtype.itemsize)
+            if not self.pageable_bytes:
+                _logger.warning(
+                    "superadam needs %s of host memory for one copy, and none of its %s of pinned memory is free in "
+                    "one such piece: such copies pass through pageable memory from now on, which takes longer and may "
+                    "hold up the model; smaller buckets and more cores free pinned memory sooner",
+                    *map(gigabytes, (numel * dtype.itemsize, self.size)),
+                )
+            self.pageable_bytes += numel * dtype.itemsize
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def hold_until(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
@@ -97,19 +104,6 @@ class PinnedMemory:
             for queue in self._held.values():
                 while queue and queue[0][0].query():
                     passed.append(queue.popleft())
-
-    def _count_pageable(self, size: int) -> None:
-        is_first = not self.pageable_bytes
-        self.pageable_bytes += size
-        if not is_first:
-            return
-        largest = max((end - begin for slab in self._slabs for begin, end in slab.free), default=0)
-        _logger.warning(
-            "superadam needs %s of host memory for one copy, but of its %s of pinned memory only %s are free in one "
-            "piece: %s are missing, and such copies pass through pageable memory from now on, which takes longer and "
-            "may hold up the model; smaller buckets and more cores free pinned memory sooner",
-            *map(gigabytes, (size, self.size, largest, size - largest)),
-        )
 
 
 def _settle(held: _Held) -> None:

@@ -13,21 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superadam.devices.accelerator import Accelerator
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import AllEvents, ChunkSums, Device, Event, Stream
 from superadam.kernels.copies import copy_each
 
 
-class PlainDevice(Device):
-    """Host memory; every stream is the calling thread.
+class AcceleratorEvent:
+    """The present end of the calling thread's current stream, for threads whose current device is another one."""
 
-    Attributes:
-        accelerator: that may make gradients; None where torch has none.
-    """
+    __slots__ = ("_device", "_event", "_module")
+
+    def __init__(self, kind: torch.device) -> None:
+        self._module: Any = torch.get_device_module(kind)
+        self._device = self._module.current_device()
+        options = {"blocking": True} if kind.type == "cuda" else {}  # waiting for it sleeps
+        self._event = self._module.Event(**options)
+        self._event.record()
+
+    def query(self) -> bool:
+        with self._module.device(self._device):
+            return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        with self._module.device(self._device):
+            self._event.synchronize()
+
+
+class PlainDevice(Device):
+    """Host memory; every stream is the calling thread."""
 
     has_link = False
-    accelerator: Accelerator | None = Accelerator.of_torch()
 
     def idle_cores(self) -> int:
         """Return how many CPU cores torch leaves free."""
@@ -37,8 +52,11 @@ class PlainDevice(Device):
         return tensor.is_cpu
 
     def mark_ready(self, parameter: Tensor) -> Event | None:
-        accelerator = self.accelerator
-        return None if accelerator is None else accelerator.record()
+        """Return an event of the accelerator that may be copying the gradient; None while nothing has used one."""
+        kind = torch.accelerator.current_accelerator()
+        if kind is None or not torch.get_device_module(kind).is_initialized():
+            return None
+        return AcceleratorEvent(kind)
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None

@@ -20,11 +20,8 @@ from torch import Tensor
 
 from superadam.host.memory import gigabytes, lockable_bytes
 
-PAGE_BYTES = mmap.PAGESIZE
-"""Ranges are whole pages, so that the same sizes recur and gaps fit again."""
-
-PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device of the process."""
+PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the same sizes recur and gaps fit again
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 _logger = logging.getLogger("superadam")
 _left_to_parent: list[mmap.mmap] = []
@@ -51,30 +48,30 @@ class CudaRegistrar:
         self._device, self._cuda = device, cuda
 
     def register(self, address: int, size: int) -> None:
-        with self._cuda.device(self._device):
-            cudart: Any = self._cuda.cudart()
-            code = cudart.cudaHostRegister(address, size, PORTABLE)
-            if int(code) != 0:
-                reason = self._reason(cudart, code)
-                limit = lockable_bytes()
-                may_lock = "without limit" if limit is None else f"at most {gigabytes(limit)}"
-                raise PinningError(
-                    f"the driver refused to pin {gigabytes(size)} of host memory ({reason}), of which this process may "
-                    f"lock {may_lock} (RLIMIT_MEMLOCK); run `ulimit -l unlimited` before it, or give it more memory"
-                )
+        reason = self._refusal("cudaHostRegister", address, size, PORTABLE)
+        if reason is not None:
+            limit = lockable_bytes()
+            may_lock = "without limit" if limit is None else f"at most {gigabytes(limit)}"
+            raise PinningError(
+                f"the driver refused to pin {gigabytes(size)} of host memory ({reason}), of which this process may "
+                f"lock {may_lock} (RLIMIT_MEMLOCK); run `ulimit -l unlimited` before it, or give it more memory"
+            )
 
     def unregister(self, address: int) -> None:
+        reason = self._refusal("cudaHostUnregister", address)
+        if reason is not None:
+            raise PinningError(f"the driver refused to unpin host memory ({reason})")
+
+    def _refusal(self, function: str, *arguments: int) -> str | None:
+        """Call the driver; return what its error means, if there is one, and clear it: torch would raise it later."""
         with self._cuda.device(self._device):
             cudart: Any = self._cuda.cudart()
-            code = cudart.cudaHostUnregister(address)
-            if int(code) != 0:
-                raise PinningError(f"the driver refused to unpin host memory ({self._reason(cudart, code)})")
-
-    def _reason(self, cudart: Any, code: Any) -> str:
-        """Return what an error code means, and clear the error, which torch would raise after its next kernel."""
-        with suppress(RuntimeError):
-            torch.zeros(1, device=self._device)
-        return f"{cudart.cudaGetErrorString(code)}, code {int(code)}"
+            code = getattr(cudart, function)(*arguments)
+            if int(code) == 0:
+                return None
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+            return f"{cudart.cudaGetErrorString(code)}, code {int(code)}"
 
 
 class Gaps:
@@ -116,7 +113,7 @@ class Slab:
     """
 
     def __init__(self, size: int, registrar: Registrar) -> None:
-        self.size = in_pages(size)
+        self.size = _in_pages(size)
         try:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
@@ -139,8 +136,11 @@ class Slab:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return a flat tensor of at least one element, or None where no gap is large enough."""
-        size = in_pages(numel * dtype.itemsize)
-        self._collect()
+        size = _in_pages(numel * dtype.itemsize)
+        while self._returned:
+            ended = self._returned.popleft()
+            del self._leases[ended.begin]
+            self._gaps.free(ended.begin, ended.size)
         begin = self._gaps.allocate(size)
         if begin is None:
             return None
@@ -151,21 +151,8 @@ class Slab:
         self._leases[begin] = reference
         return torch.frombuffer(lease, dtype=dtype, count=numel)
 
-    @property
-    def free(self) -> list[tuple[int, int]]:
-        """First byte and end of every range that is not taken."""
-        self._collect()
-        return self._gaps.ranges
 
-    def _collect(self) -> None:
-        while self._returned:
-            ended = self._returned.popleft()
-            del self._leases[ended.begin]
-            self._gaps.free(ended.begin, ended.size)
-
-
-def in_pages(size: int) -> int:
-    """Return `size` rounded up to whole pages."""
+def _in_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from superadam.distributed.shards import counted_part, is_distributed, is_owned, members_of
+from superadam.distributed.shards import counted_part, is_distributed, members_of
 
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
 
@@ -28,10 +28,8 @@ class Question(enum.IntEnum):
     STEP = 0
     NORM = 1
 
-    @property
-    def call(self) -> str:
-        """The method that asks it."""
-        return ("step()", "clip_grad_norm_()")[self]
+
+_CALLS = ("step()", "clip_grad_norm_()")  # that ask them
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +61,13 @@ class Held(NamedTuple):
         name: by which ranks know the same parameter.
         shape: of the whole parameter.
         members: the ranks over which it is distributed; an ordinary one lies on one.
-        part: which elements of it this rank counts; equal texts on two ranks mean the same ones in the same order.
+        part: which elements of it this rank counts, as `shards.counted_part` tells.
     """
 
     name: str
     shape: tuple[int, ...]
     members: tuple[int, ...]
-    part: str = ""
+    part: str | None = None
 
 
 _Copies = tuple[tuple[int, ...], ...]
@@ -91,15 +89,14 @@ class Ranks:
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self._group, self._device_type = group, device_type
         self._held: list[Held] = []
-        self._is_owned: list[bool] = []
         self._told: list[Held] = []
         self._copies: list[_Copies] = []
         self._bounds: dict[_Copies, float] = {}  # by which part of them sums may differ, where not 0
         self._classes: list[int] = []
 
-    def hold(self, held: list[Held], is_owned: list[bool]) -> None:
-        """Describe the parameters on this rank, and of which it has the first replica; the next question tells them."""
-        self._held, self._is_owned = held, is_owned
+    def hold(self, held: list[Held]) -> None:
+        """Describe the parameters on this rank; the next question tells them."""
+        self._held = held
 
     def norm(
         self, question: Question, limit: float | None, nonfinite: int, sums: Callable[[Sequence[int]], Sequence[float]]
@@ -109,9 +106,8 @@ class Ranks:
         `nonfinite` is that of this rank. `sums` returns its sums of squares, one for each class from 0 on, where it is
         given the class of each parameter. A `limit` of None is none.
 
-        Raises:
-            RuntimeError: on every rank alike: another rank failed, ended, or is elsewhere in the program, or the ranks
-                have different limits, parts of different parameters, or different gradients of the same ones.
+        Raises RuntimeError, on every rank alike: another rank failed, ended, or is elsewhere in the program, or the
+        ranks have different limits, parts of different parameters, or different gradients of the same ones.
         """
         limit = math.inf if limit is None else limit
         mine = self._words(question)._replace(limit=limit, nonfinite=nonfinite, is_new=float(self._held != self._told))
@@ -128,7 +124,7 @@ class Ranks:
         for position, groups in enumerate(self._copies):
             copied = [sum(every[self.members.index(rank)].copied[position] for rank in group) for group in groups]
             total += copied[0]
-            if max(copied) != min(copied) and not self._are_close(min(copied), max(copied), groups):
+            if max(copied) != min(copied) and not max(copied) - min(copied) <= self._bounds[groups] * min(copied):
                 differing = groups
         total = math.sqrt(total)
         if count:
@@ -141,9 +137,6 @@ class Ranks:
             )
         self.agreed = self.number
         return RanksNorm(total, 0)
-
-    def _are_close(self, least: float, most: float, groups: _Copies) -> bool:
-        return most - least <= self._bounds.get(groups, 0.0) * least
 
     def _with_sums(self, words: _Words, sums: Callable[[Sequence[int]], Sequence[float]]) -> _Words:
         counted, *copied = [*sums(self._classes), *[0.0] * (1 + len(self._copies))][: 1 + len(self._copies)]
@@ -162,7 +155,7 @@ class Ranks:
         holders: dict[str, dict[Held, set[int]]] = {}
         for rank, held in zip(self.members, every, strict=True):
             for one in held:
-                holders.setdefault(one.name, {}).setdefault(one._replace(part=""), set()).add(rank)
+                holders.setdefault(one.name, {}).setdefault(one._replace(part=None), set()).add(rank)
         copies: dict[str, _Copies] = {}
         for name, kinds in holders.items():
             ranks = [rank for one in kinds for rank in one.members]
@@ -183,10 +176,8 @@ class Ranks:
         self._copies = sorted(set(copies.values()))
         told = dict(zip(self.members, every, strict=True))
         self._bounds = {groups: _bound(groups, copies, told) for groups in self._copies}
-        self._classes = [
-            _REPLICA if not is_owned else 1 + self._copies.index(copies[one.name]) if one.name in copies else _COUNTED
-            for one, is_owned in zip(self._held, self._is_owned, strict=True)
-        ]
+        classes = {name: 1 + self._copies.index(groups) for name, groups in copies.items()}
+        self._classes = [_REPLICA if one.part is None else classes.get(one.name, _COUNTED) for one in self._held]
         self._told = self._held
 
     def tell_failure(self, question: Question) -> None:
@@ -250,7 +241,7 @@ class Ranks:
         failed = [rank for rank, words in zip(self.members, every, strict=True) if words.failed == 1.0]
         if failed:
             raise RuntimeError(
-                f"{Question(int(every[0].question)).call} failed on ranks {failed}, so nothing was changed; "
+                f"{_CALLS[int(every[0].question)]} failed on ranks {failed}, so nothing was changed; "
                 "see the error that was raised there"
             )
         for rank, words in zip(self.members, every, strict=True):
@@ -282,7 +273,7 @@ def _call_of(words: tuple[float, ...]) -> str:
     magic, question, number = words
     if magic != _MAGIC or question not in (0.0, 1.0):
         return "sent something else"
-    return f"is in call {number:.0f} ({Question(int(question)).call})"
+    return f"is in call {number:.0f} ({_CALLS[int(question)]})"
 
 
 def _listed(groups: Sequence[Sequence[int]]) -> str:
@@ -295,9 +286,7 @@ def ranks_of(
 ) -> Ranks | None:
     """Return the ranks that make each step of these parameters; None if all are ordinary tensors and `group` is None.
 
-    They are those of `group`, by default all of the job. `before` is what this has returned for the same optimizer; it
-    is returned again where the ranks are the same.
-
+    They are those of `group`, by default all of the job; `before`, of the same optimizer, where that has the same ones.
     Raises ValueError where parameters lie on other ranks, or do not tell that all ranks of the job belong together.
     """
     meshes = {tuple(members_of(one)): name for one, name in zip(parameters, names, strict=True) if is_distributed(one)}
@@ -333,5 +322,5 @@ def ranks_of(
         Held(name, tuple(one.shape), tuple(members_of(one)) if is_distributed(one) else here, counted_part(one))
         for one, name in zip(parameters, names, strict=True)
     ]
-    ranks.hold(held, [is_owned(one) for one in parameters])
+    ranks.hold(held)
     return ranks

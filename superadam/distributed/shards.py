@@ -74,10 +74,9 @@ def first_position(tensor: Any) -> int:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "Shard", None)
     if not is_distributed(tensor) or not tensor.dim():
         return 0
-    if any(not placement.is_replicate() and type(placement) is not kind for placement in tensor.placements):
+    cut = [placement for placement in tensor.placements if not placement.is_replicate()]
+    if any(type(placement) is not kind or placement.dim != 0 for placement in cut):
         return 0  # as of several meshes, whose rows alternate
-    if any(placement.is_shard() and placement.dim != 0 for placement in tensor.placements):
-        return 0
     begin, rows, coordinate = 0, tensor.shape[0], tensor.device_mesh.get_coordinate()
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_shard():
@@ -93,24 +92,17 @@ def members_of(tensor: Any) -> list[int]:
     return members
 
 
-def is_owned(tensor: Any) -> bool:
-    """Whether this rank has the first replica of its part of a tensor, on the tensor's mesh; of ordinary ones, always.
+def counted_part(tensor: Any) -> str | None:
+    """Return which elements of a tensor this rank counts, in words that are equal on two ranks only for the same ones.
 
-    The first replica's elements count, those of the others do not.
+    None where another rank of the mesh has the first replica of this rank's part, whose elements count.
     """
     if not is_distributed(tensor):
-        return True
-    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-    return all(coordinate == 0 for coordinate, placement in places if placement.is_replicate())
-
-
-def counted_part(tensor: Any) -> str:
-    """Return a text of which elements of a tensor this rank counts, the same on two ranks only if they are the same."""
-    if not is_distributed(tensor):
         return "all"
-    if not is_owned(tensor):
-        return "none"
     mesh = tensor.device_mesh
+    places = zip(mesh.get_coordinate(), tensor.placements, strict=True)
+    if any(coordinate != 0 for coordinate, placement in places if placement.is_replicate()):
+        return None
     return f"{[*tensor.placements]} at {[*mesh.get_coordinate()]} of {tuple(mesh.mesh.shape)}"
 
 

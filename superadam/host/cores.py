@@ -19,13 +19,9 @@ def share(host: Host, address: str = "") -> frozenset[int]:
     """Return this rank's part of the CPUs that it may use, on the NUMA node of its GPU where some of them are.
 
     Ranks whose GPUs lie otherwise on the nodes than their numbers may get the same CPUs: that costs time, never bits.
+    Where the GPU's `address` on the PCI bus ("0000:1b:00.0") is unknown, it is empty, for all CPUs.
 
-    Args:
-        host: the machine.
-        address: of the GPU on the PCI bus ("0000:1b:00.0"); empty for all CPUs, or where that is unknown.
-
-    Raises:
-        ValueError: what the launcher tells of ranks makes no sense.
+    Raises ValueError where what the launcher tells of ranks makes no sense.
     """
     return _share_of(host, local_rank(host).number, _affinities(host), address)
 

@@ -6,8 +6,7 @@ import logging
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from superadam.host.local_ranks import local_rank
@@ -30,10 +29,8 @@ class HostMemory:
     @classmethod
     def of(cls, host: Host) -> Self:
         """Return the present values; raises OSError without /proc/meminfo, and ValueError where that lacks a line."""
-        total, available = _of_machine(host)
-        groups = [found for group in groups_of(host, "memory") if (found := _limit_of(host, group)) is not None]
-        limit = min([total, *(allowed for allowed, _ in groups)])
-        return cls(total, limit, max(0, min([available, *(left for _, left in groups)])))
+        limits = [*_limits(host).values()]
+        return cls(limits[0][0], min(limit for limit, _ in limits), max(0, min(left for _, left in limits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,8 @@ class HostNeeds:
     present: int = 0  # what of all this is allocated already
 
     def __add__(self, other: HostNeeds) -> HostNeeds:
-        return HostNeeds(
-            self.state + other.state,
-            self.gradients + other.gradients,
-            self.pending + other.pending,
-            self.shadows + other.shadows,
-            self.lists + other.lists,
-            max(self.largest, other.largest),
-            self.present + other.present,
-        )
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return HostNeeds(**{**sums, "largest": max(self.largest, other.largest)})
 
     @property
     def under_way(self) -> int:
@@ -86,11 +76,8 @@ class HostNeeds:
 def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
     """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
 
-    Warns where that is more than is left, if all ranks on this node need as much: programs end, caches are dropped,
-    memory is swapped.
-
-    Raises:
-        MemoryError: it is more than the machine has, or than the control groups of this process allow.
+    Warns where that is more than is left, if all ranks on this node need as much. Raises MemoryError where it is more
+    than the machine has, or than the control groups of this process allow.
     """
     try:
         memory, count = HostMemory.of(host), local_rank(host).count
@@ -121,34 +108,21 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Host memory that one of several processes is about to take at once.
+    """Host memory that one of several processes is about to take at once."""
 
-    Attributes:
-        size: bytes.
-        left: bytes that each limit leaves, counting all caches; one that processes share has one key in all of them.
-    """
-
-    size: int
-    left: Mapping[str, int]
+    size: int  # bytes
+    left: Mapping[str, int]  # bytes that each limit leaves; one that processes share has one key in all of them
 
     @classmethod
     def of(cls, host: Host, size: int) -> Self:
         """Return the claim of this process."""
-        machine = host.read_or("/proc/sys/kernel/random/boot_id", os.uname().nodename)
-        left = {}
-        with suppress(OSError, ValueError):  # then it is unknown
-            left[machine] = _of_machine(host)[1]
-            for group in groups_of(host, "memory"):
-                if (found := _limit_of(host, group, caches=("inactive_file", "active_file"))) is not None:
-                    left[f"{machine} {host.path(group.directory).stat().st_ino}"] = found[1]
-        return cls(size, left)
+        try:
+            return cls(size, {key: left for key, (_, left) in _limits(host).items()})
+        except (OSError, ValueError):
+            return cls(size, {})  # it is unknown
 
     def check(self, claims: Sequence[Claim]) -> None:
-        """Raise MemoryError where a limit leaves less than all processes take for which it holds.
-
-        Args:
-            claims: of all processes, this one included.
-        """
+        """Raise MemoryError where a limit leaves less than those of all processes take that it holds for."""
         for key, left in self.left.items():
             together = sum(claim.size for claim in claims if key in claim.left)
             if together > left:
@@ -167,17 +141,23 @@ def lockable_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _of_machine(host: Host) -> tuple[int, int]:
-    """Return the machine's total and available bytes; raises as `HostMemory.of`."""
+def _limits(host: Host) -> dict[str, tuple[int, int]]:
+    """Return the bytes of the machine, then of limited groups, and what is left, by a key that all processes share."""
     lines = dict(line.split(":", 1) for line in host.read("/proc/meminfo").splitlines() if ":" in line)
     missing = {"MemTotal", "MemAvailable"} - set(lines)
     if missing:
         raise ValueError(f"/proc/meminfo has no line {min(missing)}, expected one; mount the /proc of Linux there")
-    return int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10
+    machine = host.read_or("/proc/sys/kernel/random/boot_id", os.uname().nodename)
+    limits = {machine: (int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10)}
+    for group in groups_of(host, "memory"):
+        limit = _limit_of(host, group)
+        if limit is not None:
+            limits[f"{machine} {host.path(group.directory).stat().st_ino}"] = limit
+    return limits
 
 
-def _limit_of(host: Host, group: Group, caches: Sequence[str] = ("inactive_file",)) -> tuple[int, int] | None:
-    """Return a group's limit and what it leaves, counting these file caches; None without a limit."""
+def _limit_of(host: Host, group: Group) -> tuple[int, int] | None:
+    """Return a group's limit and what it leaves, file caches included; None without a limit."""
     if group.version == 2:
         names, prefix = ("memory.max", "memory.current"), ""
     else:
@@ -187,4 +167,5 @@ def _limit_of(host: Host, group: Group, caches: Sequence[str] = ("inactive_file"
         return None
     used = int(host.read_or(f"{group.directory}/{names[1]}", "0"))
     counts = dict(line.split() for line in host.read_or(f"{group.directory}/memory.stat", "").splitlines())
-    return int(limit), int(limit) - used + sum(int(counts.get(prefix + cache, "0")) for cache in caches)
+    caches = sum(int(counts.get(f"{prefix}{kind}_file", "0")) for kind in ("inactive", "active"))
+    return int(limit), int(limit) - used + caches

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -15,67 +16,44 @@ from superadam.kernels.torch_private import timeout_of
 
 _logger = logging.getLogger("superadam")
 
+beginning = threading.RLock()
+"""Held while a save beside training begins: one thread after the other, each when the save before has ended.
 
-# ---- the thread ------------------------------------------------------------------------------------------------------
+A signal handler that saves meanwhile is refused as another process would be."""
 
-
-class _Save:
-    """A save under way, or one that has ended and was not waited for."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._process, self._work = os.getpid(), work
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="superadam-save")  # which the interpreter's end awaits
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:
-            self._error = error
-            if not threading.main_thread().is_alive():  # no call will come
-                _logger.error("%s", error)
-        finally:
-            del self._work
-            self._ended.set()
-
-    def join(self) -> None:
-        if os.getpid() == self._process:  # in a forked process there is no such thread
-            self._ended.wait()  # after Ctrl-C, Python 3.11 takes a thread that was being joined for ended
-            self._thread.join()
-
-    def raise_failure(self) -> None:
-        if os.getpid() == self._process:
-            if isinstance(self._error, CheckpointError):
-                raise self._error
-            if self._error is not None:
-                raise CheckpointError(
-                    f"cannot end a save beside training: {type(self._error).__name__}: "
-                    f"{(str(self._error).splitlines() or [''])[0]}; earlier ones are as they were: call wait() before "
-                    "destroy_process_group(), and see whether a rank has ended"
-                ) from self._error
+_under_way: tuple[threading.Thread, Future[None]] | None = None
 
 
-beginning = threading.Lock()
-"""Held while a save beside training begins: one thread after the other, each when the save before has ended."""
+def _begin_anew() -> None:
+    """Of a forked child: neither the save's thread nor one that holds the lock is there."""
+    global beginning, _under_way
+    beginning, _under_way = threading.RLock(), None
 
 
-def _renew_lock() -> None:
-    """Of a forked child: no thread is there that would give back what was held."""
-    global beginning
-    beginning = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
-
-_under_way: _Save | None = None
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def start(work: Callable[[], object]) -> None:
-    """Run this beside training."""
+    """Run this in a thread, for whose end the interpreter waits; at once where no thread can start."""
     global _under_way
-    _under_way = _Save(work)
+    result: Future[None] = Future()
+    thread = threading.Thread(target=_run, args=(work, result), name="superadam-save")
+    _under_way = thread, result
+    try:
+        thread.start()
+    except RuntimeError:
+        _run(work, result)
+
+
+def _run(work: Callable[[], object], result: Future[None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        if not threading.main_thread().is_alive():  # no call will come
+            _logger.error("%s", error)
+        result.set_exception(error)
+    else:
+        result.set_result(None)
 
 
 def wait() -> None:
@@ -88,14 +66,22 @@ def wait() -> None:
         CheckpointError: that save failed on some rank; what was saved before is as it was. It is raised once.
     """
     global _under_way
-    if _under_way is not None:
-        save = _under_way
-        save.join()  # where Ctrl-C leaves it to the next call
-        _under_way = None
-        save.raise_failure()
+    if _under_way is None:
+        return
+    thread, result = _under_way
+    error = result.exception()  # after Ctrl-C, Python 3.11 takes a thread that was being joined for ended
+    if thread.is_alive():
+        thread.join()
+    _under_way = None
+    if isinstance(error, CheckpointError):
+        raise error
+    if error is not None:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise CheckpointError(
+            f"cannot end a save beside training: {reason}; earlier ones are as they were: call wait() before "
+            "destroy_process_group(), and see whether a rank has ended"
+        ) from error
 
-
-# ---- the process group -----------------------------------------------------------------------------------------------
 
 _groups: dict[object, tuple[object, dist.ProcessGroup]] = {}
 

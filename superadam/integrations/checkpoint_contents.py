@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.entry import Encoded
 
 VALUES = "values.pt"  # what is no tensor, and `extra`
-
-_NO_OBJECTS = "extra or a parameter group holds an object, expected numbers, strings, lists, dicts and tensors"
 
 
 def contents_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor | Encoded], dict[str, Any]]:
@@ -54,24 +52,23 @@ def template_of(
     if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in values["param_groups"]]:
         raise CheckpointError("it has other parameter groups than the optimizer, expected one of the same model")
     parameters = _named_parameters(optimizer, {"param_groups": groups})
-    state = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
-    present = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    state: dict[str, Any] = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    expected = {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else "present"
+        for name, value in state.items()
+    }
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    found = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
-    expected = {name: (tuple(value.shape), value.dtype) for name, value in present.items()}
+    tensors = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
+    found: dict[str, object] = {**tensors, **dict.fromkeys(values["others"], "present")}
     differing = expected.items() ^ {(name, kind) for name, kind in found.items() if name.startswith("model.")}
     if differing:
         name = min(name for name, _ in differing)
         kinds = (some.get(name, "absent") for some in (found, expected))
         raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
-    others = {name for name in values["others"] if name.startswith("model.")}
-    for name in sorted(others ^ (state.keys() - present.keys())):
-        there, here = ("present", "absent") if name in others else ("absent", "present")
-        raise CheckpointError(f"{name.partition('.')[2]} is {there} in it, expected {here} as in the model")
     template = {}
-    for name, (shape, dtype) in found.items():
+    for name, (shape, dtype) in tensors.items():
         parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
-        like = present[name] if name in present else parameters[parameter]
+        like = state[name] if name in state else parameters[parameter]
         if like.shape != shape:  # as that of step
             like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
@@ -145,27 +142,19 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def copy_of_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of what is no tensor; raises CheckpointError where `load` would refuse it."""
+def bytes_of_values(values: dict[str, Any]) -> bytes:
+    """Return what `values.pt` holds; raises CheckpointError where `load` would refuse it."""
     memory = io.BytesIO()
     try:
         torch.save(values, memory)
-        memory.seek(0)
-        copied: dict[str, Any] = torch.load(memory, map_location="cpu", weights_only=True)
+        read_values(io.BytesIO(memory.getvalue()))
     except (pickle.PickleError, AttributeError, TypeError):
-        raise CheckpointError(_NO_OBJECTS) from None
-    return copied
+        raise CheckpointError(
+            "extra or a parameter group holds an object, expected numbers, strings, lists, dicts and tensors"
+        ) from None
+    return memory.getvalue()
 
 
-def write_values(path: Path, values: dict[str, Any]) -> None:
-    """Write what is no tensor to a checkpoint's folder; raises CheckpointError where `load` would refuse it."""
-    try:
-        torch.save(values, path / VALUES)
-        read_values(path)  # what load() would refuse
-    except (pickle.PickleError, AttributeError, TypeError):
-        raise CheckpointError(_NO_OBJECTS) from None
-
-
-def read_values(path: Path) -> Any:
-    """Return what is no tensor, without executing anything."""
-    return torch.load(path / VALUES, map_location="cpu", weights_only=True)
+def read_values(file: Path | IO[bytes]) -> Any:
+    """Return what `values.pt` holds, without executing anything."""
+    return torch.load(file, map_location="cpu", weights_only=True)

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -33,7 +32,6 @@ LOCK_SECONDS = 30.0
 """For which a save waits for the end of another one."""
 
 MARKER = ".shared-"
-_MARKER_SECONDS = 3600.0  # after which a marker was left by a process that was killed
 
 _LATEST, _MANIFEST = "latest", "manifest.json"
 _NAME = re.compile(r"save-(\d{8,})", re.ASCII)
@@ -54,7 +52,7 @@ class CheckpointFolder(NamedTuple):
             missing or damaged.
         digest: SHA-256 of its manifest, if `latest` is intact.
         others: all other checkpoints, the newest first.
-        state: another one after each save; None where there is no checkpoint.
+        state: the text of `latest`, or what a save that was killed would have written; None without a checkpoint.
     """
 
     newest: Path
@@ -66,18 +64,16 @@ class CheckpointFolder(NamedTuple):
 def look(folder: Path) -> CheckpointFolder:
     """Return what is in a folder, which may be absent; raises OSError."""
     try:
-        text = (folder / _LATEST).read_bytes()
+        text = (folder / _LATEST).read_text("ascii", "replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        text = None
-    found = _checkpoints(folder)
-    if text is None:
+        found = _checkpoints(folder)
+        state = _pointer_to(found[0], sight(found[0])) if found else None
         is_first = [_number(path) for path in found] == [1]  # its save was killed before it was named
-        state = _state_without_latest(sight(found[0])) if found else None
         return CheckpointFolder(found.pop() if is_first else folder / _LATEST, None, found, state)
-    pointer = _POINTER.fullmatch(text.decode("ascii", "replace"))
+    pointer = _POINTER.fullmatch(text)
     newest = folder / (pointer[1] if pointer else _LATEST)
-    others = [path for path in found if path != newest]
-    return CheckpointFolder(newest, pointer and pointer[2], others, hashlib.sha256(text).hexdigest())
+    others = [path for path in _checkpoints(folder) if path != newest]
+    return CheckpointFolder(newest, pointer and pointer[2], others, text)
 
 
 def locate(path: Path) -> tuple[Path, CheckpointFolder, bool]:
@@ -91,22 +87,15 @@ def locate(path: Path) -> tuple[Path, CheckpointFolder, bool]:
     there = look(path.parent)
     if path == there.newest:
         return path.parent, there, True
-    named = [] if there.newest.name == _LATEST else [there.newest]
-    others = [*named, *(other for other in there.others if other != path)]
+    others = [other for other in (there.newest, *there.others) if other not in (path, path.parent / _LATEST)]
     return path.parent, CheckpointFolder(path, None, others, there.state), False
 
 
 def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Path:
     """Return the new folder to write the next checkpoint to; when `stack` ends, it was published or is deleted.
 
-    Deletes what killed saves have left.
-
-    Args:
-        states: of the folder, in which what is to be saved was loaded from or saved there.
-
-    Raises:
-        OSError: the folder cannot be written to.
-        CheckpointError: another process is saving there, or the newest checkpoint is not one of `states`.
+    Deletes what killed saves have left. Raises OSError, and CheckpointError where another process is saving there, or
+    the folder has another state than the `states` in which it was loaded from or saved to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -115,8 +104,9 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
         raise CheckpointError(f"another process has been saving there for {LOCK_SECONDS:g} seconds") from None
     there = look(folder)
     if there.state is not None and there.state not in states:
+        newest = there.newest if there.newest.name != _LATEST else [*there.others, there.newest][0]
         raise CheckpointError(
-            f"it holds {_name(there)}, which was neither loaded into this optimizer nor saved from it: end the job "
+            f"it holds {newest.name}, which was neither loaded into this optimizer nor saved from it: end the job "
             "that saved it, or load it to continue its run, or choose another folder"
         )
     _delete_parts(folder)
@@ -127,17 +117,11 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     return part
 
 
-def publish(part: Path, files: Files, world_size: int, keep: int, states: set[str | None]) -> Path:
+def publish(part: Path, files: Files, world_size: int, keep: int, states: set[str | None]) -> tuple[Path, str]:
     """Make what was written, and is on the disk, the newest checkpoint, and delete all but `keep` of the run.
 
-    Args:
-        states: receives that of the folder.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError, CheckpointError: these are not the files there, or writing failed.
+    Returns its folder, and the state of the folder that holds it, which `states` receives as soon as there is no way
+    back. Raises OSError, and CheckpointError where these are not the files there.
     """
     _require_files(part, files)
     folder, path = part.parent, published(part)
@@ -145,17 +129,16 @@ def publish(part: Path, files: Files, world_size: int, keep: int, states: set[st
     run = next(filter(None, map(_run_of, (there.newest, *there.others))), None) or secrets.token_hex(16)
     manifest = _sealed({"format": FORMAT, "run": run, "world_size": world_size, "files": files})
     replace_file(part / _MANIFEST, lambda file: file.write(manifest))
-    states.add(_state_without_latest(hashlib.sha256(manifest).hexdigest()))  # if a first save ends before it is named
+    pointer = _pointer_to(path, hashlib.sha256(manifest).hexdigest())
+    states.add(pointer)  # also if a save ends before the checkpoint is named
     os.rename(part, path)
     synchronize(folder)
-    pointer = f"{path.name} {hashlib.sha256(manifest).hexdigest()}\n".encode()
-    states.add(hashlib.sha256(pointer).hexdigest())
-    replace_file(folder / _LATEST, lambda file: file.write(pointer))
+    replace_file(folder / _LATEST, lambda file: file.write(pointer.encode()))
     for older in [other for other in _checkpoints(folder) if _run_of(other) in (run, None)][keep:]:
         with suppress(OSError):
             os.rename(older, _part_of(older))
     _delete_parts(folder)
-    return path
+    return path, pointer
 
 
 def published(part: Path) -> Path:
@@ -223,9 +206,9 @@ def _require_files(path: Path, files: Files) -> None:
         raise CheckpointError(f"{path / name} is damaged: its bytes are {bytes_found}, expected {bytes_expected}")
 
 
-def _state_without_latest(newest: str | None) -> str:
-    """Return the state of a folder with checkpoints that were not named; `newest` is the sight of the newest."""
-    return f"without {_LATEST}: {newest}"
+def _pointer_to(path: Path, digest: str | None) -> str:
+    """Return the text of `latest` that names a checkpoint, whose manifest has this SHA-256."""
+    return f"{path.name} {digest}\n"
 
 
 def _number(path: Path) -> int:
@@ -239,11 +222,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=_number, reverse=True)
-
-
-def _name(there: CheckpointFolder) -> str:
-    """Return the name of the newest checkpoint, also where `latest` does not tell."""
-    return next((path.name for path in (there.newest, *there.others) if path.name != _LATEST), _LATEST)
 
 
 def _run_of(path: Path) -> str | None:
@@ -263,7 +241,3 @@ def _part_of(path: Path) -> Path:
 def _delete_parts(folder: Path) -> None:
     for part in folder.glob(".save-*.part"):
         shutil.rmtree(part, ignore_errors=True)
-    for marker in folder.glob(f"{MARKER}*"):
-        with suppress(OSError):
-            if time.time() - marker.stat().st_mtime > _MARKER_SECONDS:
-                marker.unlink()

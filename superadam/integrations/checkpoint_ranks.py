@@ -34,37 +34,26 @@ class CheckpointRanks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def collect(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, in their order, on rank 0; nothing on the others."""
-        values = [value] * (self.size if self.rank == 0 else 0)
-        if self.are_several:
-            dist.gather_object(value, values or None, group=self.group, group_dst=0)
-        return values
-
-    def scatter(self, values: list[_T]) -> _T:
-        """Return the value for this rank of those that rank 0 has, in the order of ranks."""
-        value = values[:1]
-        if self.are_several:
-            value = value or [None]  # type: ignore[list-item]
-            dist.scatter_object_list(value, values or None, group=self.group, group_src=0)
-        return value[0]
+    def on_first(self, work: Callable[[], _T]) -> _T:
+        """Return on every rank what `work` returns on rank 0; raises CheckpointError where it raised."""
+        results: list[_T] = []
+        self.run(lambda: results.append(work()) if self.rank == 0 else None)
+        return self.gather(results)[0][0]
 
     def require_shared(self, path: Path) -> str | None:
         """Return what rank 0 sees at a path of a folder of checkpoints.
 
         Raises CheckpointError where another rank sees something else.
         """
-        sights: list[str | None] = [None]
-        fault = self.fault(lambda: sights.insert(0, checkpoint_folder.sight(path)))
-        seen = self.gather(sights[0])
+        seen = self.gather(self.run(lambda: checkpoint_folder.sight(path)))
         strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
-        if fault is None and not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
+        if not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
             strangers = self._without_marker(path.parent)
-        if fault is None and strangers:
-            there = f"{path.parent} is another folder on ranks {strangers} than on rank 0"
-            fault = f"{there}: choose one that all ranks share"
-        if fault is not None:
-            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
+        if strangers:
+            raise CheckpointError(
+                f"{self.failure}: {path.parent} is another folder on ranks {strangers} than on rank 0: choose one that "
+                f"all ranks share; {self.outcome}"
+            )
         return seen[0]
 
     def _without_marker(self, folder: Path) -> list[int]:

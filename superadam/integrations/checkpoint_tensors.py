@@ -28,53 +28,81 @@ from superadam.optim.entry import Encoded
 _ALIGNMENT = 64  # bytes
 
 
-class CopyMemory:
-    """Memory of the copies of one save, kept for the next: to get it from the system takes longer than to fill it."""
-
-    def __init__(self) -> None:
-        self._block: mmap.mmap | None = None
-
-    def take(self, size: int) -> mmap.mmap:
-        """Return so many bytes, at least 1, in which anything may stand; raises MemoryError where there are none."""
-        if self._block is None or len(self._block) != size:
-            self._block = None  # before there is another one
-            try:
-                self._block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except OSError as error:
-                raise MemoryError("which the system does not give") from error
-        return self._block
-
-    def rest(self) -> None:
-        """Let the system take back what is kept where it is short of memory, until it is taken again."""
-        if self._block is not None:
-            self._block.madvise(mmap.MADV_FREE)
-
-
 Value = Tensor | Encoded
 """This rank's part of a tensor, or what it is decoded from."""
 
+_block: mmap.mmap | None = None
+"""Memory of the copies of one save, kept for the next: to get it from the system takes longer than to fill it."""
 
-def values_to_copy(
-    tensors: Mapping[str, Value], masters: Mapping[str, Tensor], names: Collection[str]
-) -> dict[str, Value]:
-    """Return what these names of a checkpoint are copied as: working copies as their masters, in the masters' dtype.
 
-    Raises CheckpointError where one has no memory.
+def _memory_of_copies(size: int) -> mmap.mmap:
+    """Return so many bytes, at least 1, in which anything may stand; raises MemoryError where there are none."""
+    global _block
+    if _block is None or len(_block) != size:
+        _block = None  # before there is another one
+        try:
+            _block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError("which the system does not give") from error
+    return _block
+
+
+def rest() -> None:
+    """Let the system take back the memory of copies where it is short of some, until it is used again."""
+    if _block is not None:
+        _block.madvise(mmap.MADV_FREE)
+
+
+class Copies:
+    """What a save copies: tensors that share memory once, and working copies as their masters, in the masters' dtype.
+
+    Raises CheckpointError where a tensor has no memory.
 
     Args:
         tensors: all of the checkpoint, as users see them.
         masters: the parameter of each name in `tensors` that is a master's.
+        names: of those that this rank writes.
     """
-    of_working_copy = {_memory(shards.local_of(parameter)): tensors[name] for name, parameter in masters.items()}
-    values: dict[str, Value] = {}
-    for name in names:
-        value = shards.local_of(tensors[name])
-        if name.startswith("model.") and is_plain(value) and value.numel():
-            value = shards.local_of(of_working_copy.get(_memory(value), value))
-        if isinstance(value, Tensor):
-            _require_memory(name, value)
-        values[name] = value
-    return values
+
+    def __init__(self, tensors: Mapping[str, Value], masters: Mapping[str, Tensor], names: Collection[str]) -> None:
+        of_working_copy = {_place(shards.local_of(parameter)): tensors[name] for name, parameter in masters.items()}
+        self._values: dict[str, Value] = {}
+        self._arrays: dict[object, Tensor] = {}  # the plain tensors in memory that values consist of
+        for name in names:
+            value = shards.local_of(tensors[name])
+            if name.startswith("model.") and is_plain(value) and value.numel():
+                value = shards.local_of(of_working_copy.get(_place(value), value))
+            if isinstance(value, Tensor):
+                _require_memory(name, value)
+            self._values[name] = value
+            for array in value.arrays if isinstance(value, Encoded) else [value]:
+                if is_plain(array) and array.numel():
+                    self._arrays[_place(array)] = array.detach()
+        self.size = sum(map(_aligned_bytes, self._arrays.values()))
+
+    def make(self) -> dict[str, Value]:
+        """Return the copies, on the CPU; raises MemoryError or RuntimeError where there is no memory."""
+        block, begin = _memory_of_copies(max(1, self.size)), 0
+        copies: dict[object, Tensor] = {}
+        for place, array in self._arrays.items():
+            like = torch.empty_like(array, device="meta")
+            whole = torch.frombuffer(block, dtype=torch.uint8, count=like.nbytes, offset=begin)  # a storage of its own
+            copies[place] = whole.view(like.dtype).as_strided(like.shape, like.stride())
+            begin += _aligned_bytes(array)
+        copy_beside([*copies.values()], [*self._arrays.values()])
+
+        def copy_of(array: Tensor) -> Tensor:
+            copy = copies.get(_place(array)) if is_plain(array) else None
+            return array.detach().to("cpu", copy=True) if copy is None else copy
+
+        made: dict[str, Value] = {}
+        for name, value in self._values.items():
+            if isinstance(value, Tensor):
+                made[name] = copy_of(value)
+            else:
+                first, second = map(copy_of, value.arrays)
+                made[name] = dataclasses.replace(value, arrays=(first, second), parameter=None)
+        return made
 
 
 def _require_memory(name: str, tensor: Tensor) -> None:
@@ -85,48 +113,9 @@ def _require_memory(name: str, tensor: Tensor) -> None:
         )
 
 
-def bytes_of_copies(values: Mapping[str, Value]) -> int:
-    """Return how much memory the copies of these values take."""
-    return sum(map(_aligned_bytes, _plain_arrays(values).values()))
-
-
-def copies_of(values: Mapping[str, Value], memory: CopyMemory) -> dict[str, Value]:
-    """Return copies on the CPU, which share memory where the values do; what is no plain tensor is copied by torch.
-
-    Raises MemoryError or RuntimeError where there is no memory.
-    """
-    arrays = _plain_arrays(values)
-    block, begin = memory.take(max(1, bytes_of_copies(values))), 0
-    copies: dict[object, Tensor] = {}
-    for key, array in arrays.items():
-        like = torch.empty_like(array, device="meta")
-        whole = torch.frombuffer(block, dtype=torch.uint8, count=like.nbytes, offset=begin)  # a storage of its own
-        copies[key] = whole.view(like.dtype).as_strided(like.shape, like.stride())
-        begin += _aligned_bytes(array)
-    copy_beside([*copies.values()], [*arrays.values()])
-
-    def copy_of(array: Tensor) -> Tensor:
-        copy = copies.get(_memory(array)) if is_plain(array) else None
-        return array.detach().to("cpu", copy=True) if copy is None else copy
-
-    def copied(value: Value) -> Value:
-        if isinstance(value, Tensor):
-            return copy_of(value)
-        first, second = map(copy_of, value.arrays)
-        return dataclasses.replace(value, arrays=(first, second), parameter=None)
-
-    return {name: copied(value) for name, value in values.items()}
-
-
-def _plain_arrays(values: Mapping[str, Value]) -> dict[object, Tensor]:
-    """Return the plain tensors in memory that values consist of, each once, by what stands for its memory."""
-    arrays = (array for value in values.values() for array in (value.arrays if isinstance(value, Encoded) else [value]))
-    return {_memory(array): array.detach() for array in arrays if is_plain(array) and array.numel()}
-
-
-def _memory(plain: Tensor) -> object:
-    place = storage_key(plain.untyped_storage()), int(plain.storage_offset())
-    return *place, plain.dtype, plain.shape, plain.stride()
+def _place(plain: Tensor) -> object:
+    storage = storage_key(plain.untyped_storage()), int(plain.storage_offset())
+    return *storage, plain.dtype, plain.shape, plain.stride()
 
 
 def _aligned_bytes(tensor: Tensor) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -43,8 +42,6 @@ _SHARED = ": choose another folder that all ranks share"
 
 _descent: WeakKeyDictionary[Optimizer, set[str | None]] = WeakKeyDictionary()
 """States of folders, of which the newest checkpoint was loaded into an optimizer or saved from it."""
-
-_copy_memory = checkpoint_tensors.CopyMemory()
 
 _last_seen: dict[Path, str | None] = {}
 """State of each folder when it was last asked for its newest checkpoint, or received it, in this process.
@@ -76,10 +73,10 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
         def look() -> tuple[Path, checkpoint_folder.CheckpointFolder, Path]:
             path = Path(folder).absolute()
             there = checkpoint_folder.look(path)
-            is_marked = ranks.rank == 0 and ranks.size > 1 and there.state is None
+            is_marked = ranks.size > 1 and there.state is None
             return path, there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
 
-        path, there, marker = ranks.gather(ranks.run(look))[0]
+        path, there, marker = ranks.on_first(look)
         _last_seen[path.resolve()] = there.state
         if ranks.require_shared(marker) is None and there.state is not None:
             _verify(ranks, there)  # tells what is lost
@@ -164,14 +161,13 @@ def load(
     """
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
-    located = ranks.gather(ranks.run(lambda: checkpoint_folder.locate(Path(folder).absolute())))
-    parent, there, is_newest = located[0]
+    parent, there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
     path = there.newest
     ranks.require_shared(path)
     _verify(ranks, there)
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        values = checkpoint_contents.read_values(path)
+        values = checkpoint_contents.read_values(path / checkpoint_contents.VALUES)
         return checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values), values
 
     tensors, values = ranks.run(prepare)
@@ -214,47 +210,36 @@ def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -
         raise CheckpointError(f"{ranks.failure}: {fault}; {ranks.outcome}: {advice}")
 
 
+@dataclass(eq=False)
 class _NewCheckpoint:
-    """A checkpoint that is being saved, stage by stage; each raises CheckpointError on all ranks if it fails on one.
+    """A checkpoint that is being saved, stage by stage; each raises CheckpointError on all ranks if it fails on one."""
 
-    Args:
-        steps: counts those of the optimizer, until `save` returns.
-        stack: when it ends, the checkpoint was published, or nothing is left of it.
-        is_copied: whether training goes on before it is written.
-    """
-
-    def __init__(
-        self,
-        ranks: CheckpointRanks,
-        optimizer: Optimizer,
-        steps: Callable[[], int],
-        keep: int,
-        stack: ExitStack,
-        *,
-        is_copied: bool,
-    ) -> None:
-        self._ranks, self._optimizer, self._steps, self._keep, self._stack = ranks, optimizer, steps, keep, stack
-        self._is_copied = is_copied
+    ranks: CheckpointRanks
+    optimizer: Optimizer
+    steps: Callable[[], int]  # counts those of the optimizer, until `save` returns
+    keep: int
+    stack: ExitStack  # when it ends, the checkpoint was published, or nothing is left of it
+    is_copied: bool  # training goes on before it is written
 
     def begin(self, folder: Path, model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
-        def begin() -> Path:
-            if type(self._keep) is not int or self._keep < 1:
-                raise CheckpointError(f"keep is {self._keep!r}, expected a whole number of at least 1")
+        def read() -> None:
+            if type(self.keep) is not int or self.keep < 1:
+                raise CheckpointError(f"keep is {self.keep!r}, expected a whole number of at least 1")
             with self._lock():
-                if isinstance(self._optimizer, SpeculativeCPUAdam):
-                    self._optimizer._adopt_sampled_writes()
-                self._steps_made = self._steps()
-                self._tensors, self._values = checkpoint_contents.contents_of(model, self._optimizer)
-                self._values["extra"] = extra if self._ranks.rank == 0 else None
-                if self._is_copied:
-                    self._values = checkpoint_contents.copy_of_values(self._values)
-            self._states = _descent.setdefault(self._optimizer, set())
-            return checkpoint_folder.begin(folder, self._stack, self._states) if self._ranks.rank == 0 else folder
+                if isinstance(self.optimizer, SpeculativeCPUAdam):
+                    self.optimizer._adopt_sampled_writes()
+                self._steps_made = self.steps()
+                self._tensors, values = checkpoint_contents.contents_of(model, self.optimizer)
+                self._masters = checkpoint_contents.masters_of(self._tensors, values, self.optimizer)
+                values["extra"] = extra if self.ranks.rank == 0 else None
+                self._values = checkpoint_contents.bytes_of_values(values)
 
-        self._part = self._ranks.gather(self._ranks.run(begin))[0]
-        self._ranks.require_shared(self._part)
+        self.ranks.run(read)
+        self._states = _descent.setdefault(self.optimizer, set())
+        self._part = self.ranks.on_first(lambda: checkpoint_folder.begin(folder, self.stack, self._states))
+        self.ranks.require_shared(self._part)
 
     def plan(self) -> None:
         """Agree on what each rank writes.
@@ -262,10 +247,10 @@ class _NewCheckpoint:
         DCP's own `save` would agree on it while it writes, and where the process group is destroyed meanwhile, each
         rank would write as if it were alone.
         """
-        is_first = self._ranks.rank == 0
+        is_first = self.ranks.rank == 0
         planner = self._planner = checkpoint_tensors.Planner()
         writer = self._writer = FileSystemWriter(self._part, overwrite=False, sync_files=False)
-        if self._is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
+        if self.is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
             writer.per_thread_copy_ahead = 0  # the planner makes tensors one after the other
 
         def plan_of_rank() -> SavePlan:
@@ -273,36 +258,27 @@ class _NewCheckpoint:
             writer.set_up_storage_writer(is_first)
             return writer.prepare_local_plan(planner.create_local_plan())
 
-        def plan_of_all() -> tuple[list[SavePlan], Metadata | None]:
-            if not is_first:
-                return [], None
-            every, metadata = planner.create_global_plan(plans)
-            return writer.prepare_global_plan(every), metadata
+        plans = self.ranks.gather(self.ranks.run(plan_of_rank))
 
-        plans = self._ranks.collect(self._ranks.run(plan_of_rank))
-        every, self._metadata = self._ranks.run(plan_of_all)
-        self._plan = planner.finish_plan(self._ranks.scatter(every))
+        def plan_of_all() -> SavePlan:
+            every, self._metadata = planner.create_global_plan(plans)
+            return planner.finish_plan(writer.prepare_global_plan(every)[self.ranks.rank])
+
+        self._plan = self.ranks.run(plan_of_all)
 
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
-
-        def claim() -> Claim:
-            self._to_copy = checkpoint_tensors.values_to_copy(
-                self._tensors,
-                checkpoint_contents.masters_of(self._tensors, self._values, self._optimizer),
-                {item.index.fqn for item in self._plan.items},
-            )
-            return Claim.of(Host(), checkpoint_tensors.bytes_of_copies(self._to_copy))
-
-        own = self._ranks.run(claim)
-        claims = self._ranks.gather(own)
+        names = {item.index.fqn for item in self._plan.items}
+        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, self._masters, names))
+        own = Claim.of(Host(), copies.size)
+        claims = self.ranks.gather(own)
 
         def copy() -> None:
             with self._lock():
                 try:
                     own.check(claims)
-                    self._stack.callback(_copy_memory.rest)
-                    self._planner.read_from(checkpoint_tensors.copies_of(self._to_copy, _copy_memory))
+                    self.stack.callback(checkpoint_tensors.rest)
+                    self._planner.read_from(copies.make())
                 except Exception as error:
                     if not is_short_of_memory(error):
                         raise
@@ -313,42 +289,27 @@ class _NewCheckpoint:
                     ) from error
                 self._require_no_step()
 
-        self._ranks.run(copy)
-        del self._tensors, self._to_copy, self._optimizer, self._steps  # nothing of training is kept
+        self.ranks.run(copy)
+        del self._tensors, self._masters, self.optimizer, self.steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""
-        every = self._ranks.collect(self._ranks.run(self._write))
-        path, state = self._ranks.gather(self._ranks.run(lambda: self._publish(every)))[0]
+        every = self.ranks.gather(self.ranks.run(self._write))
+        path, state = self.ranks.on_first(lambda: self._publish(every))
         self._states.add(state)
         _last_seen[path.parent.resolve()] = state
         return path
 
     def finish_beside(self) -> Path:
-        """Let a thread finish, on all ranks or on none; return the folder that the checkpoint will have."""
-        are_agreed: Future[bool] = Future()  # that all ranks have a thread, which until then sends nothing
+        """Let a thread finish; return the folder that the checkpoint will have."""
+        with deferred_signals():  # Ctrl-C leaves no part of a checkpoint behind that nobody writes
+            rest = self.stack.pop_all()
 
-        def work() -> None:
-            if are_agreed.result():
+            def work() -> None:
                 with rest:
                     self.finish()
 
-        def start() -> None:
-            try:
-                background_save.start(work)
-            except RuntimeError as error:
-                raise CheckpointError(f"{error}; pass wait=True, or end some threads") from error
-
-        with deferred_signals():  # Ctrl-C leaves no part of a checkpoint behind that nobody writes
-            rest = self._stack.pop_all()
-            try:
-                self._ranks.run(start)
-            except BaseException:
-                are_agreed.set_result(False)
-                background_save.wait()
-                rest.close()
-                raise
-            are_agreed.set_result(True)
+            background_save.start(work)
         return checkpoint_folder.published(self._part)
 
     def _write(self) -> tuple[list[WriteResult], checkpoint_folder.Files]:
@@ -356,29 +317,27 @@ class _NewCheckpoint:
         written = self._writer.write_data(self._plan, self._planner)
         written.wait()
         checkpoint_tensors.require_whole(self._plan, written.value())
-        if not self._is_copied:
+        if not self.is_copied:
             self._require_no_step()
-        own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self._ranks.rank}_")]
+        own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self.ranks.rank}_")]
         return written.value(), _digests(own)
 
-    def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str | None]:
-        """Publish, on rank 0, what all ranks have written; return the checkpoint's folder and its parent's state."""
-        if self._metadata is None:
-            return self._part, None
+    def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str]:
+        """Publish what all ranks have written; return the checkpoint's folder and its parent's state."""
         self._writer.finish(self._metadata, [results for results, _ in every])
-        checkpoint_contents.write_values(self._part, self._values)
-        files = _digests([self._part / checkpoint_contents.VALUES, self._part / ".metadata"])
+        values = self._part / checkpoint_contents.VALUES
+        values.write_bytes(self._values)
+        files = _digests([values, self._part / ".metadata"])
         for _, share in every:
             files.update(share)
-        path = checkpoint_folder.publish(self._part, files, self._ranks.size, self._keep, self._states)
-        return path, checkpoint_folder.look(path.parent).state
+        return checkpoint_folder.publish(self._part, files, self.ranks.size, self.keep, self._states)
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
-        return self._optimizer._binding.lock if isinstance(self._optimizer, SpeculativeCPUAdam) else nullcontext()
+        return self.optimizer._binding.lock if isinstance(self.optimizer, SpeculativeCPUAdam) else nullcontext()
 
     def _require_no_step(self) -> None:
-        if self._steps() != self._steps_made:
+        if self.steps() != self._steps_made:
             raise CheckpointError("another thread has made a step meanwhile: save from the one that trains")
 
 

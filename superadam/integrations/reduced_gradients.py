@@ -61,39 +61,27 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     source = inner._binding.source
     if not isinstance(source, ReducedGradients):
         source = ReducedGradients(inner)
-    announcements = [(module, _announcements.get(module) or Announcement()) for module in groups]
-    for module, announcement in announcements:
+    for module in groups:
         try:
-            module.set_all_reduce_hook(announcement)
+            module.set_all_reduce_hook(_show)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"{type(module).__name__} cannot show its reduced gradients ({error}), expected one mesh for all "
                 "parameters of a module; keep fp32 shards, whose gradients arrive unrounded"
             ) from error
-    for module, announcement in announcements:
-        _announcements[module] = announcement
-        announcement.sources.add(source)
+    _sources.add(source)
     source.watch()
     source.is_lost = False
     inner._binding.source = source
 
 
-class Announcement:
-    """An all-reduce hook, which shows buffers to the sources of the module's optimizers; copies of it do nothing."""
-
-    def __init__(self) -> None:
-        self.sources: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-    def __call__(self, buffer: Tensor) -> None:
-        """Show a reduced buffer."""
-        for source in list(self.sources):
-            source.show(buffer)
+_sources: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
 
 
-_announcements: weakref.WeakKeyDictionary[nn.Module, Announcement] = weakref.WeakKeyDictionary()
+def _show(buffer: Tensor) -> None:
+    """Show a reduced buffer to all sources: an all-reduce hook of each group."""
+    for source in list(_sources):
+        source.show(buffer)
 
 
 @dataclass(eq=False)
@@ -106,9 +94,8 @@ class _Owner:
 class ReducedGradients(GradientHolder):
     """Takes gradients of one optimizer's shards from the buffers in which they were reduced.
 
-    FSDP2 shows the buffer of a group to its hook, divides it in place, and makes a rounded copy. It cuts the gradients
-    of the group's parameters from the copy, and calls their hooks, before it goes on to the next group. So in the hook
-    of a parameter, the unrounded gradient lies in the buffer where the rounded one lies in the copy.
+    FSDP2 shows a group's buffer to its hook, divides it in place, cuts the group's gradients from a rounded copy, and
+    calls their hooks. So there the unrounded gradient lies in the buffer where the rounded one lies in the copy.
     """
 
     def __init__(self, optimizer: SpeculativeCPUAdam) -> None:

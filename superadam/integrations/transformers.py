@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import inspect
 import logging
 from typing import Any
@@ -28,19 +27,8 @@ except ImportError as error:
         f"superadam.integrations.transformers needs transformers ({error}); install superadam[finetune]"
     ) from error
 
-REPLACED: dict[type[Optimizer], type[SpeculativeCPUAdam]] = {
-    torch.optim.Adam: SpeculativeCPUAdam,
-    torch.optim.AdamW: SpeculativeCPUAdamW,
-}
-"""What takes the place of each optimizer that a Trainer may make."""
-
 LOGGED = ("committed", "clipped", "skipped", "accepted")
 """Counts of `superadam.Statistics` that are added to the Trainer's log."""
-
-CLIPPED_SHARE = 0.2
-"""Of the steps: where more are clipped and most speculation is of no use, there is a warning."""
-
-JUDGED_STEPS = 50  # before that
 
 _logger = logging.getLogger("superadam")
 
@@ -128,7 +116,6 @@ class OffloadCallback(TrainerCallback):
         self._storage = storage
         self._logged = Statistics()
         self._began = Statistics()
-        self._has_warned = False
         self._mapping = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,13 +166,6 @@ class OffloadCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(counts)
         self._logged = copy.copy(now)
-        self._warn_of_clipping(now)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the scheduler."""
-        self.close()
 
     def close(self) -> None:
         """Close the scheduler, if one is open, and map no more files."""
@@ -193,23 +173,6 @@ class OffloadCallback(TrainerCallback):
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
             scheduler.close()
-
-    def _warn_of_clipping(self, now: Statistics) -> None:
-        counts = {one.name: getattr(now, one.name) - getattr(self._began, one.name) for one in dataclasses.fields(now)}
-        steps = counts["committed"] + counts["clipped"]
-        assert self.scheduler is not None
-        overlap = self.scheduler.statistics
-        is_in_vain = counts["respeculated"] > counts["accepted"] or 2 * overlap.waiting_buckets > overlap.buckets
-        if self._has_warned or steps < JUDGED_STEPS or not overlap.buckets:
-            return
-        if counts["clipped"] > CLIPPED_SHARE * steps and is_in_vain:
-            self._has_warned = True
-            _logger.warning(
-                "%d of %d steps were clipped, by factors that could not be predicted, so that little of the "
-                "optimizer's work is hidden; raise max_grad_norm, or see docs/clipping.md",
-                counts["clipped"],
-                steps,
-            )
 
 
 def _check_storage(optimizer: SpeculativeCPUAdam, storage: dict[str, str]) -> None:
@@ -227,21 +190,18 @@ def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> Specul
     if isinstance(optimizer, SpeculativeCPUAdam):
         _check_storage(optimizer, storage)
         return optimizer
-    kind = REPLACED.get(type(optimizer))  # type: ignore[arg-type]
-    if optimizer is None or kind is None:
+    if optimizer is None or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             f"the Trainer made {type(optimizer).__name__}, expected torch.optim.Adam or AdamW, which superadam "
             "replaces; leave args.optim at its default, or train without offload()"
         )
     defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
+    kind = SpeculativeCPUAdamW if type(optimizer) is torch.optim.AdamW else SpeculativeCPUAdam
     return kind(optimizer.param_groups, **(defaults | storage))
 
 
 def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
-    """Warn of weights that are fp32 on a device, where they and their gradients take twice the memory of bf16.
-
-    fp32 adapters of another model are no fault.
-    """
+    """Warn of most weights being fp32 on a device, where they and gradients take twice the memory of bf16."""
     parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
     wide = sum(one.numel() for one in parameters if one.dtype == torch.float32 and one.device.type != "cpu")
     if 2 * wide > sum(one.numel() for one in model.parameters()):

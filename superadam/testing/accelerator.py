@@ -251,7 +251,7 @@ class SimulatedAccelerator:
                 storage = _storage_of(block.memory)
             elif self.is_pinned(tensor):
                 storage = _storage_of((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
-            return _in_storage(storage, tensor, tensor.storage_offset())
+            return _in_storage(storage, tensor, int(tensor.storage_offset()))
 
     # ---- operations --------------------------------------------------------------------------------------------------
 
@@ -342,9 +342,9 @@ class SimulatedAccelerator:
         self.current_stream().enqueue(lambda: stand_in.update(those, sets))
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, accelerator: SimulatedAccelerator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._accelerator = accelerator
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

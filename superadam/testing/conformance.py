@@ -6,9 +6,8 @@ tensors; without it, they are in host memory. No test framework is needed.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from superadam.kernels.torch_private import version_of
 from superadam.state.parameter import ParameterState
 from superadam.testing.stand_in import take_norm
 
-Check = Callable[[Device], None]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _where(device: Device) -> torch.device:
@@ -62,37 +61,36 @@ def _download(device: Device, packed: Tensor) -> Tensor:
     return host
 
 
-def gradients_go_to_the_host_and_values_come_back(dtype: torch.dtype, device: Device) -> None:
-    """Packing, both copies and scattering keep every bit, and leave the version counters of parameters alone."""
-    tensors = _oddly_laid_out(device, dtype)
-    layout = _layout_of(*[torch.zeros_like(tensor) for tensor in tensors])
-    packed = device.pack(tensors, layout, dtype)
-    assert packed.dtype == dtype
-    assert packed.shape == (layout.numel,)
-    host = _download(device, packed)
-    del packed
-    _finish(device, Stream.DOWNLOAD)
-    for view, tensor in zip(layout.views(host), tensors, strict=True):
-        assert torch.equal(view, tensor.cpu())
-    there = device.empty(layout.numel, dtype, Stream.UPLOAD)
-    device.copy(there, host, Stream.UPLOAD)
-    versions = [version_of(state.parameter) for state in layout.states]
-    device.record_stream(host, Stream.UPLOAD)
-    del host
-    device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
-    device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
-    device.record_stream(there, Stream.CURRENT)
-    del there
-    for state, tensor in zip(layout.states, tensors, strict=True):
-        assert torch.equal(state.parameter, tensor)
-    assert [version_of(state.parameter) for state in layout.states] == versions
+def gradients_go_to_the_host_and_values_come_back(device: Device) -> None:
+    """Packing rounds as `Tensor.to` does; copies and scattering keep every bit and leave version counters alone."""
+    for gradient_dtype, dtype in (*itertools.product(_DTYPES[:3], repeat=2), (torch.float64, torch.float64)):
+        gradients = _oddly_laid_out(device, gradient_dtype)
+        tensors = [gradient.to(dtype) for gradient in gradients]
+        layout = _layout_of(*map(torch.zeros_like, tensors))
+        packed = device.pack(gradients, layout, dtype)
+        assert packed.dtype == dtype
+        assert packed.shape == (layout.numel,)
+        host = _download(device, packed)
+        del packed
+        _finish(device, Stream.DOWNLOAD)
+        for view, tensor in zip(layout.views(host), tensors, strict=True):
+            assert torch.equal(view, tensor.cpu())
+        there = device.empty(layout.numel, dtype, Stream.UPLOAD)
+        device.copy(there, host, Stream.UPLOAD)
+        versions = [version_of(state.parameter) for state in layout.states]
+        device.record_stream(host, Stream.UPLOAD)
+        del host
+        device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+        device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
+        device.record_stream(there, Stream.CURRENT)
+        del there
+        for state, tensor in zip(layout.states, tensors, strict=True):
+            assert torch.equal(state.parameter, tensor)
+        assert [version_of(state.parameter) for state in layout.states] == versions
 
 
 def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
-    """The event of `mark_ready`, if there is one, holds up a stream that packs the gradient and a thread that reads it.
-
-    A gradient is on the device, and another one on the host.
-    """
+    """The event of `mark_ready` holds up a stream that packs the gradient, and a thread that reads one on the host."""
     for where in (_where(device), torch.device("cpu")):
         parameter = nn.Parameter(torch.zeros(70, device=where))
         parameter.grad = torch.arange(70.0, device=where)
@@ -107,17 +105,6 @@ def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
             assert torch.equal(packed[:70], parameter.grad)
         made.synchronize()
         assert made.query()
-
-
-def packing_converts_as_torch_does(gradient_dtype: torch.dtype, dtype: torch.dtype, device: Device) -> None:
-    """Gradients of another dtype are rounded as `Tensor.to` rounds them."""
-    gradients = _oddly_laid_out(device, gradient_dtype)
-    layout = _layout_of(*gradients)
-    packed = device.pack(gradients, layout, dtype)
-    _finish(device, Stream.CURRENT)
-    for view, gradient in zip(layout.views(packed), gradients, strict=True):
-        assert view.dtype == dtype
-        assert torch.equal(view, gradient.to(dtype))
 
 
 def packing_takes_the_present_values_of_any_gradient(device: Device) -> None:
@@ -150,8 +137,8 @@ def scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: D
     assert [version_of(parameter) for parameter in parameters] == versions
 
 
-def host_memory_does_not_follow_the_default_device(device: Device) -> None:
-    """`torch.set_default_device` moves nothing that a device allocates."""
+def memory_is_where_it_was_asked_for(device: Device) -> None:
+    """`is_host` tells where, and `torch.set_default_device` moves nothing."""
     gradient = torch.ones(5, device=_where(device))
     layout = _layout_of(gradient)
     torch.set_default_device("meta")
@@ -164,20 +151,13 @@ def host_memory_does_not_follow_the_default_device(device: Device) -> None:
     finally:
         torch.set_default_device(None)
     assert host.is_cpu
+    assert device.is_host(host)
+    assert not device.has_link or not device.is_host(there)
     assert there.device == packed.device == gradient.device
     assert torch.equal(host, gradient[:3].cpu())
     assert torch.equal(layout.views(packed)[0], gradient)
     del host, there, packed
     _finish(device)
-
-
-def memory_of_the_host_is_told_from_the_model_s(device: Device) -> None:
-    """`is_host` is true of `host_empty`, and false of `empty` where a link lies between."""
-    host = device.host_empty(3, torch.float32)
-    assert host.is_cpu
-    assert device.is_host(host)
-    if device.has_link:
-        assert not device.is_host(device.empty(3, torch.float32, Stream.CURRENT))
 
 
 def memory_that_was_recorded_outlives_its_tensor(device: Device) -> None:
@@ -233,44 +213,41 @@ def worker_runs_jobs_in_order_and_tells_what_failed(device: Device) -> None:
     assert -1 not in seen
 
 
-def norm_of_packed_gradients_has_the_bits_of_the_host(dtype: torch.dtype, device: Device) -> None:
+def norm_of_packed_gradients_has_the_bits_of_the_host(device: Device) -> None:
     """Asked only of a device that makes steps in its own memory."""
-    if not device.can_update:
-        return
-    gradients = [tensor for tensor in _oddly_laid_out(device, dtype) if tensor.numel()]
-    gradients[0][1, 1] = torch.inf
-    layout = _layout_of(*gradients)
-    chunks = sum(native.chunk_count(gradient.numel()) for gradient in gradients)
-    norm = device.empty(2 * chunks, torch.float64, Stream.CURRENT)
-    device.pack(gradients, layout, dtype, ChunkSums.over(norm))
-    _finish(device, Stream.CURRENT)
-    expected = torch.zeros_like(norm, device="cpu")
-    packed = [state.host_copy(gradient, dtype) for gradient, state in zip(gradients, layout.states, strict=True)]
-    take_norm(packed, ChunkSums.over(expected))
-    assert torch.equal(norm.cpu().view(torch.int64), expected.view(torch.int64))
+    for dtype in _DTYPES if device.can_update else ():
+        gradients = [tensor for tensor in _oddly_laid_out(device, dtype) if tensor.numel()]
+        gradients[0][1, 1] = torch.inf
+        layout = _layout_of(*gradients)
+        chunks = sum(native.chunk_count(gradient.numel()) for gradient in gradients)
+        norm = device.empty(2 * chunks, torch.float64, Stream.CURRENT)
+        device.pack(gradients, layout, dtype, ChunkSums.over(norm))
+        _finish(device, Stream.CURRENT)
+        expected = torch.zeros_like(norm, device="cpu")
+        packed = [state.host_copy(gradient, dtype) for gradient, state in zip(gradients, layout.states, strict=True)]
+        take_norm(packed, ChunkSums.over(expected))
+        assert torch.equal(norm.cpu().view(torch.int64), expected.view(torch.int64))
 
 
-def training_has_the_bits_of_training_without_it(
-    gpu_buckets: int, dtype: torch.dtype, moments: str, device: Device
-) -> None:
-    """Eight steps, some clipped and one with an infinite gradient; `gpu_buckets` stay where the device can step."""
-    keeps = gpu_buckets if device.can_update else 0
-    models = [_model(dtype).to(_where(device)) for _ in range(2)]
-    options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 20.0, "moments": moments}
-    plain, ours = (SpeculativeCPUAdam(model.parameters(), **options) for model in models)
-    with OffloadScheduler(ours, models[1], device=device, gpu_buckets=keeps, bucket_numel=70, num_threads=1):
-        for seed in range(8):
-            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype)
-            for model, optimizer in zip(models, (plain, ours), strict=True):
-                (30 * (model(inputs.to(_where(device))) - 1).float().square().mean()).backward()
-                if seed == 5:
-                    first = next(model.parameters()).grad
-                    assert first is not None
-                    first[0, 0] = torch.inf
-                optimizer.step()
-                optimizer.zero_grad()
-    assert plain.statistics.steps == ours.statistics.steps == 8
-    assert _bits(ours) == _bits(plain)
+def training_has_the_bits_of_training_without_it(device: Device) -> None:
+    """Eight steps, some clipped and one with an infinite gradient; also where buckets stay where the device steps."""
+    for keeps, dtype, moments in itertools.product((0, 2 * device.can_update), _DTYPES[:2], ("fp32", "bf16")):
+        models = [_model(dtype).to(_where(device)) for _ in range(2)]
+        options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 20.0, "moments": moments}
+        plain, ours = (SpeculativeCPUAdam(model.parameters(), **options) for model in models)
+        with OffloadScheduler(ours, models[1], device=device, gpu_buckets=keeps, bucket_numel=70, num_threads=1):
+            for seed in range(8):
+                inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype)
+                for model, optimizer in zip(models, (plain, ours), strict=True):
+                    (30 * (model(inputs.to(_where(device))) - 1).float().square().mean()).backward()
+                    if seed == 5:
+                        first = next(model.parameters()).grad
+                        assert first is not None
+                        first[0, 0] = torch.inf
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert plain.statistics.steps == ours.statistics.steps == 8
+        assert _bits(ours) == _bits(plain)
 
 
 def _model(dtype: torch.dtype) -> nn.Sequential:
@@ -294,38 +271,21 @@ def what_was_reserved_can_be_given_back(device: Device) -> None:
     assert device.host_empty(3, torch.float32).shape == (3,)
 
 
-def _name_of(check: Any) -> str:
-    if not isinstance(check, functools.partial):
-        return str(check.__name__).replace("_", " ")
-    values = ", ".join(str(value).removeprefix("torch.") for value in check.args)
-    return f"{check.func.__name__.replace('_', ' ')} [{values}]"
-
-
-_HALVES_AND_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
-_TABLE: list[tuple[Callable[..., None], Iterable[tuple[Any, ...]]]] = [
-    (gradients_go_to_the_host_and_values_come_back, itertools.product((*_HALVES_AND_FLOAT32, torch.float64))),
-    (what_makes_a_gradient_can_be_waited_for, [()]),
-    (packing_converts_as_torch_does, itertools.product(_HALVES_AND_FLOAT32, repeat=2)),
-    (packing_takes_the_present_values_of_any_gradient, [()]),
-    (scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone, [()]),
-    (host_memory_does_not_follow_the_default_device, [()]),
-    (memory_of_the_host_is_told_from_the_model_s, [()]),
-    (memory_that_was_recorded_outlives_its_tensor, [()]),
-    (values_are_put_behind_what_their_stream_did_before, [()]),
-    (events_pass_in_the_order_of_their_stream, [()]),
-    (worker_runs_jobs_in_order_and_tells_what_failed, [()]),
-    (norm_of_packed_gradients_has_the_bits_of_the_host, [(torch.float32,), (torch.bfloat16,), (torch.float64,)]),
-    (
+DEVICE_CHECKS: dict[str, Callable[[Device], None]] = {
+    check.__name__.replace("_", " "): check
+    for check in (
+        gradients_go_to_the_host_and_values_come_back,
+        what_makes_a_gradient_can_be_waited_for,
+        packing_takes_the_present_values_of_any_gradient,
+        scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone,
+        memory_is_where_it_was_asked_for,
+        memory_that_was_recorded_outlives_its_tensor,
+        values_are_put_behind_what_their_stream_did_before,
+        events_pass_in_the_order_of_their_stream,
+        worker_runs_jobs_in_order_and_tells_what_failed,
+        norm_of_packed_gradients_has_the_bits_of_the_host,
         training_has_the_bits_of_training_without_it,
-        itertools.product((0, 2), (torch.float32, torch.bfloat16), ("fp32", "bf16")),
-    ),
-    (what_was_reserved_can_be_given_back, [()]),
-]
-"""Checks, and the values that each is tried with before a device."""
-
-DEVICE_CHECKS: dict[str, Check] = {
-    _name_of(one): one
-    for check, cases in _TABLE
-    for one in (functools.partial(check, *values) if values else check for values in cases)
+        what_was_reserved_can_be_given_back,
+    )
 }
 """By what each of them holds; each is called with a fresh device."""

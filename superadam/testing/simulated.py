@@ -146,7 +146,8 @@ class SimulatedDevice(CudaDevice):
 def _fill_free(pinned: PinnedMemory) -> None:
     """Fill pinned memory that is free with NaN, as another program of the host might."""
     for slab in pinned._slabs:
-        for begin, end in slab.free:
+        slab._collect()
+        for begin, end in slab._gaps.ranges:
             ctypes.memset(slab._address + begin, 0xFF, end - begin)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import threading
 import time
@@ -230,6 +231,13 @@ def test_constants_reach_the_host_where_they_are():
     memory = torch.randn(512).to(torch.bfloat16)
     device, _ = clocked(constants=[memory])
     device.reserve(HostNeeds(largest=1024))
+
+    def is_all_free() -> bool:
+        before = device._pinned.pageable_bytes
+        device.host_empty(device._pinned.size, torch.uint8)
+        return device._pinned.pageable_bytes == before
+
+    assert is_all_free()
     gradients = [constant(memory, 64 * part, 64) for part in (2, 3)]
     packed = device.pack(gradients, layout_of(*[torch.zeros(64, dtype=torch.bfloat16)] * 2), torch.bfloat16)
     host = device.host_empty(128, torch.bfloat16)
@@ -237,6 +245,13 @@ def test_constants_reach_the_host_where_they_are():
     assert host.data_ptr() == packed.data_ptr() == memory[128:].data_ptr()
     assert torch.equal(host, memory[128:256])
     assert spans(device)[-1][2] - spans(device)[-1][1] == 256 / 64.0
+    view = host[:64]
+    del host, packed, gradients
+    gc.collect()
+    assert not is_all_free()
+    del view
+    gc.collect()
+    assert is_all_free()
 
 
 @pytest.mark.parametrize(

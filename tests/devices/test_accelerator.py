@@ -15,7 +15,6 @@ from support.overlap import ThreadDevice
 from torch import nn
 
 from superadam.devices import PlainDevice, Stream
-from superadam.devices.accelerator import Accelerator
 from superadam.devices.interface import AllEvents
 from superadam.testing import SimulatedDevice
 
@@ -52,10 +51,7 @@ class Module:
 
 def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert Accelerator.of_torch() is None
-    device = PlainDevice()
-    device.accelerator = None
-    assert device.mark_ready(PARAMETER) is None
+    assert PlainDevice().mark_ready(PARAMETER) is None
 
 
 @pytest.mark.parametrize(("kind", "options"), [("cuda", {"blocking": True}), ("xpu", {})])
@@ -64,7 +60,6 @@ def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_reco
     monkeypatch.setattr(torch.accelerator, "current_accelerator", functools.partial(torch.device, kind))
     monkeypatch.setattr(torch, kind, module)
     device = PlainDevice()
-    device.accelerator = Accelerator.of_torch()
     assert device.mark_ready(PARAMETER) is None  # recording would make a context
     module.is_used = True
     event = device.mark_ready(PARAMETER)

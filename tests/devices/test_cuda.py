@@ -254,7 +254,7 @@ def test_kernels_are_given_no_pageable_memory(cuda, monkeypatch, is_pinned):
     device = FakeDevice(cuda)
     device.device = torch.device("meta")
     given = []
-    monkeypatch.setattr("superadam.devices.cuda.scatter_values", lambda sources, *_: given.extend(sources))
+    monkeypatch.setattr("superadam.gpu.scatter_values", lambda sources, *_: given.extend(sources))
     monkeypatch.setattr(Tensor, "is_pinned", lambda _: is_pinned)
     device.scatter([torch.ones(3)], [torch.empty(3, device="meta")])
     assert len(given) == is_pinned
@@ -311,7 +311,7 @@ def test_gradients_that_were_packed_on_another_stream_are_kept_until_they_are_st
     device = FakeDevice(cuda)
     kept = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
-    monkeypatch.setattr("superadam.devices.cuda.update", lambda *given: cuda.log.append((cuda.now.name, *given)))
+    monkeypatch.setattr("superadam.gpu.update", lambda *given: cuda.log.append((cuda.now.name, *given)))
     step = ResidentStep(random(3), random(3), random(3), None, random(3), random(3), 0)
     device.update([step], [])
     assert cuda.log == [("current", [step], [])]

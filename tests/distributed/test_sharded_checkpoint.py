@@ -296,7 +296,7 @@ def test_ranks_without_memory_for_copies_are_one_sentence_on_all(tmp_path):
 
 
 MOMENTS: dict[str, Any] = {
-    "_run": background_save._Save,
+    "_run": background_save,
     "write_data": FileSystemWriter,
     "sha256": checkpoint_folder,
 }

@@ -32,7 +32,7 @@ TOP, PARENT, GROUP = "/sys/fs/cgroup", "/sys/fs/cgroup/a", "/sys/fs/cgroup/a/b"
                 f"{GROUP}/memory.stat": "anon 1\ninactive_file 700\nactive_file 3000",
             },
             5000,
-            700,  # the file cache that can be dropped
+            3700,  # the file cache that can be dropped
         ),
         (VERSION_1 | {"/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"}, 4000 << 10, 3000 << 10),
         (

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.integrations import checkpoint_tensors, distributed_checkpoint
+from superadam.integrations import checkpoint_folder, checkpoint_tensors, distributed_checkpoint
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 from superadam.testing import SimulatedDevice
 
@@ -375,7 +375,7 @@ def test_threads_begin_their_saves_one_after_the_other(tmp_path):
     [(torch.optim.AdamW, {}), *((SpeculativeCPUAdamW, one) for one in ({}, {"moments": "8bit", "master": "24bit"}))],
 )
 @pytest.mark.parametrize(
-    ("waits", "moment"), [(True, (FileSystemWriter, "write_data")), (False, (checkpoint_tensors, "bytes_of_copies"))]
+    ("waits", "moment"), [(True, (FileSystemWriter, "write_data")), (False, (checkpoint_tensors, "Copies"))]
 )
 def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
     kind, smaller, waits, moment, tmp_path, monkeypatch
@@ -399,6 +399,31 @@ def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
             save(tmp_path, model, optimizer, wait=waits)
     save(tmp_path, model, optimizer)
     load(tmp_path, model, optimizer)
+
+
+def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waited for the save that it interrupts would wait for ever."""
+    monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.1)
+    model, optimizer = make(SpeculativeCPUAdamW)
+    save(tmp_path, model, optimizer)
+    words = list[str]()
+
+    def save_again(*_: object) -> None:
+        with pytest.raises(CheckpointError) as error:
+            save(tmp_path, model, optimizer, wait=False)
+        words.append(str(error.value))
+
+    before = signal.signal(signal.SIGALRM, save_again)
+    begin = checkpoint_folder.begin
+    with monkeypatch.context() as context:
+        context.setattr(
+            checkpoint_folder, "begin", lambda *given: (begin(*given), signal.raise_signal(signal.SIGALRM))[0]
+        )
+        path = save(tmp_path, model, optimizer, wait=False)
+    signal.signal(signal.SIGALRM, before)
+    wait()
+    assert "another process has been saving there" in words[0]
+    assert path.exists()
 
 
 def in_a_while(work: Callable[[], object], seconds: float = 0.05) -> None:
@@ -463,15 +488,14 @@ def test_interrupt_of_a_save_at_random_moments(tmp_path):
     assert content(*other) == content(model, optimizer) == content(*plain)
 
 
-def test_thread_that_cannot_start_leaves_training_as_it_was(tmp_path, monkeypatch):
+def test_save_is_made_at_once_where_no_thread_can_start(tmp_path, monkeypatch):
     model, optimizer = make(SpeculativeCPUAdamW)
     train(model, optimizer)
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("can't start")))
-        with pytest.raises(CheckpointError, match="can't start; pass wait=True, or end some threads"):
-            save(tmp_path, model, optimizer, wait=False)
-    train(model, optimizer)  # which waits for nobody
-    assert save(tmp_path, model, optimizer).exists()
+        assert save(tmp_path, model, optimizer, wait=False).exists()
+    wait()
+    load(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -540,7 +564,7 @@ def test_no_memory_for_the_copies_is_one_sentence(kind, lack, tmp_path, monkeypa
             host = machine(tmp_path / "machine", {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 1 kB\n"})
             context.setattr(distributed_checkpoint, "Host", lambda: host)
         elif lack == "the system's":
-            context.setattr(distributed_checkpoint, "_copy_memory", checkpoint_tensors.CopyMemory())
+            context.setattr(checkpoint_tensors, "_block", None)
             context.setattr(checkpoint_tensors.mmap, "mmap", refuse)
         else:
             context.setattr(checkpoint_tensors, "copy_beside", refuse)

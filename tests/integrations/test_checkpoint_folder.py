@@ -27,7 +27,8 @@ def save(folder: Path, content: bytes = b"content", *, keep: int = 2, world_size
         for name in ("a", ".b"):
             (part / name).write_bytes(content)
             files[name] = (len(content), checkpoint_folder.sha256(part / name))
-        return checkpoint_folder.publish(part, files, world_size, keep, states)
+        path, _ = checkpoint_folder.publish(part, files, world_size, keep, states)
+        return path
 
 
 def verify(folder: Path) -> Path:
@@ -129,12 +130,10 @@ def test_files_that_rank_0_does_not_see_are_not_published(tmp_path):
 def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path):
     for name in [".save-00000001.0badcafe.part", ".save-.part"]:
         (tmp_path / name / "below").mkdir(parents=True)
-    others = [".shared-new", ".other.part", "save-1", "save-00000001.old", "mine", ".save-00000007.link.part"]
+    others = [".shared-marker", ".other.part", "save-1", "save-00000001.old", "mine", ".save-00000007.link.part"]
     for name in others[1:-1]:
         (tmp_path / name).mkdir()
-    for name in (others[0], ".shared-old"):
-        (tmp_path / name).touch()
-    os.utime(tmp_path / ".shared-old", (0, 0))
+    (tmp_path / others[0]).touch()
     (tmp_path / others[-1]).symlink_to("mine")  # cannot be deleted as a folder
     with ExitStack() as stack:
         part = begin(tmp_path, stack, {look(tmp_path).state})  # which needs the space

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.handles.gradient_handle import taken_of
-from superadam.integrations.reduced_gradients import Announcement, take_reduced_gradients
+from superadam.integrations.reduced_gradients import take_reduced_gradients
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -73,9 +73,6 @@ def test_copies_have_no_part_in_it():
     backward(model)
     assert pickle.loads(pickle.dumps(optimizer))._binding.source is None
     assert copy.deepcopy(optimizer)._binding.source is None
-    announcement = Announcement()
-    announcement.sources.add(optimizer._binding.source)
-    assert not pickle.loads(pickle.dumps(announcement)).sources
 
 
 def test_it_lasts_as_long_as_the_optimizer():

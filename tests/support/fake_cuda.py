@@ -164,12 +164,12 @@ class FakeDevice(CudaDevice):
 
     def __init__(self, cuda: FakeCuda, host: Host | None = None) -> None:
         super().__init__("cuda:0", host)
-        self._cuda = cuda
+        self._fake = cuda
         self.device = torch.device("cpu")
 
     def is_host(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        return any(begin <= address < begin + size for begin, size in self._cuda.registered.items())
+        return any(begin <= address < begin + size for begin, size in self._fake.registered.items())
 
 
 class OperationsOnStreams(TorchDispatchMode):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from superadam.devices import Event, PlainDevice, Stream
+from superadam.devices import PlainDevice, Stream
 from superadam.distributed import shards
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels.torch_private import set_dtensor_part
@@ -52,19 +52,7 @@ class LateGradients:
         self._device.switch(0)
 
 
-class SimulatedAccelerator:
-    """The accelerator beside a `PlainDevice`: streams of a simulated device."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
-
-    def record(self) -> Event:
-        """As `superadam.devices.accelerator.Accelerator`."""
-        return self._device.record(Stream.CURRENT)
-
-
 def beside(device: PlainDevice, streams: SimulatedDevice) -> PlainDevice:
     """Return the device, beside an accelerator that has these streams."""
-    accelerator: Any = SimulatedAccelerator(streams)
-    device.accelerator = accelerator
+    device.mark_ready = lambda parameter: streams.record(Stream.CURRENT)  # type: ignore[method-assign]
     return device
