@@ -146,8 +146,8 @@ class SimulatedDevice(CudaDevice):
 def _fill_free(pinned: PinnedMemory) -> None:
     """Fill pinned memory that is free with NaN, as another program of the host might."""
     for slab in pinned._slabs:
-        slab._collect()
-        for begin, end in slab._gaps.ranges:
+        returned = [(one.begin, one.begin + one.size) for one in slab._returned]
+        for begin, end in (*slab._gaps.ranges, *returned):
             ctypes.memset(slab._address + begin, 0xFF, end - begin)
 
 

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.bench.arrays import HYPERPARAMETERS
-from superadam.devices import Stream
+from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import ThreadWorker
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
-from superadam.testing import SimulatedDevice
 
 RATES = Rates(download=64.0, upload=128.0, memory=1024.0)
 """Bytes per second: powers of two, so that times are exact."""
@@ -198,7 +197,7 @@ def test_it_knows_its_free_memory_and_has_every_core():
     assert device.free_bytes() == 1000
     assert device.empty(0, torch.float32, Stream.CURRENT).shape == (0,)
     assert PacedDevice(RATES).free_bytes() is None
-    assert device.idle_cores() == SimulatedDevice(0).idle_cores() > 0
+    assert device.idle_cores() == Device.idle_cores(device) > 0
     worker = device.start_worker(lambda: False)
     assert isinstance(worker, ThreadWorker)
     worker.close()
