@@ -220,8 +220,8 @@ class Binding(GradientHolder):
         with transaction.lock:
             moved = table.moved_arrays(table.rows_of(held))
             for state in held:
-                if not state.is_accepted and self.published.read(state, table, moved.get(state.row, ())):
-                    transaction.distrust(state)
+                if not state.is_accepted:  # nothing was speculated on: that reads no state that programs may hold
+                    self.published.read(state, table, moved.get(state.row, ()))
             self.published.let_go(table)
             self.published.look(table)
 
@@ -389,7 +389,6 @@ class Binding(GradientHolder):
             self._transaction.table.forget_all_but(states)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
-        self.published.let_go(table)
         self.published.look(table)
         if self.overlap is not None:
             self.overlap._follow(self._transaction)

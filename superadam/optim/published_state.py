@@ -128,8 +128,8 @@ class PublishedState:
                     _show(entry, key, state)
             table.is_published[state.row] = True
 
-    def read(self, state: ParameterState, table: ParameterTable, moved: Collection[str] = ()) -> bool:
-        """Bring a row of the table up to date with `entries`, unless the row is the newer; return if it changed.
+    def read(self, state: ParameterState, table: ParameterTable, moved: Collection[str] = ()) -> None:
+        """Bring a row of the table up to date with `entries`, unless the row is the newer.
 
         `moved` are the names of its arrays that have moved since they were bound.
         """
@@ -137,15 +137,13 @@ class PublishedState:
             if moved:
                 checkpoint.check_arrays(state)
                 state.put({name: getattr(state, name) for name in moved})
-            return bool(moved)
+            return
         entry = self.entries.get(state.parameter)
         if not entry or checkpoint.is_of_others(entry):
-            if all(getattr(state, key) is None for key in TENSORS):  # moments may be there without a master
-                return False
             for key in TENSORS:
                 state.forget(key)
             table.steps[state.row] = 0
-            return True
+            return
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
         is_new, master = False, state.master
@@ -163,11 +161,10 @@ class PublishedState:
             kept.pop("master", None)
         present = [_Present(kept.get(key), raw(entry).get(key), state, key, key in moved) for key in TENSORS]
         is_new |= any(one.is_new for one in present)
-        is_edited = False
         if is_new or any(one.is_shown for one in present):
             checkpoint.check_entry(kept, state)
             for one in present:
-                is_edited |= one.store(entry)
+                one.store(entry)
         if is_new:
             if state.is_distributed:
                 plain = [key for key in TENSORS if kept.get(key) is not None and kept[key] is getattr(state, key)]
@@ -177,10 +174,8 @@ class PublishedState:
         if is_stale and "master" in entry:
             del entry["master"]  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
-        is_new = is_new or is_edited or step != int(table.steps[state.row])
         table.steps[state.row] = step
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
-        return is_new
 
 
 class _Present:
@@ -198,26 +193,25 @@ class _Present:
         is_same = self.is_shown or isinstance(value, Encoded) or (value is had and not is_moved)
         self.is_new = not is_same  # an Encoded one was taken
 
-    def store(self, entry: dict[str, Any]) -> bool:
-        """Give the state this value, which was checked; return whether that changed it."""
+    def store(self, entry: dict[str, Any]) -> None:
+        """Give the state this value, which was checked."""
         state, key, value = self._state, self._key, self._value
         if self.is_shown:
             is_changed = state.adopt(key, value)
         elif not self.is_new:
-            return False
+            return
         elif value is None:
             state.forget(key)
-            return True
+            return
         elif checkpoint.is_fitted(value, state, key):
             state.shown[key] = Shown()
             state.put({key: value})
-            return True
+            return
         else:
             is_changed = state.store(key, value)
             state.shown[key].set(self._whole)
         if is_changed:
             _show(entry, key, state)
-        return is_changed
 
 
 def _show(entry: dict[str, Any], key: str, state: ParameterState) -> None:

@@ -115,8 +115,6 @@ class ParameterTable:
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.new_values = new_values
         self._resident = resident
-        self._is_ready = np.zeros(len(self.states), bool)
-        self._has_max = np.zeros(len(self.states), bool)
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
         distinct = {state.shape: state.shape for state in self.states}  # few, so that they stay in the cache
         self._shapes = [distinct[state.shape] for state in self.states]
@@ -165,8 +163,6 @@ class ParameterTable:
                 continue
             for piece in (state, *state.cuts):
                 self._rows[piece.row][name] = 0 if tensor is None else _address(tensor, piece)
-        self._is_ready[state.row] = state.has_state
-        self._has_max[state.row] = state.max_exp_avg_sq is not None
         if "master" in names:
             self.remember_master(state)
 
@@ -252,7 +248,8 @@ class ParameterTable:
 
     def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
         """Whether these rows have everything that a step reads and writes."""
-        return bool(self._is_ready[rows].all() and (not with_max or self._has_max[rows].all()))
+        needed = ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master")
+        return all(self._rows[name][rows].all() for name in needed)
 
     def job(self, rows: Rows, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Segments]:
         """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them."""

@@ -217,6 +217,29 @@ def test_nan_in_the_last_piece_undoes_all() -> None:
             assert optimizer.statistics.dropped - dropped == (6 if step == 2 else 0)
 
 
+def spread_out(model: nn.Module, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    """Let a cut parameter have gaps in its memory."""
+    if step == 1:
+        weight = max(model.parameters(), key=torch.Tensor.numel)
+        weight.data = torch.stack([weight.data, torch.full_like(weight.data, torch.nan)], dim=-1)[..., 0]
+
+
+def written(model: nn.Module, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    """Write to a part of a cut parameter."""
+    if step == STEPS - 2:
+        with torch.no_grad():
+            max(model.parameters(), key=torch.Tensor.numel)[:3].mul_(0.5)
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+@pytest.mark.parametrize("change", [spread_out, written])
+def test_a_cut_parameter_may_be_moved_and_written_to_wherever_its_state_is(change: BeforeStep, kept: int) -> None:
+    seen, _, scheduler = train(change, bucket_numel=CHUNK, gpu_buckets=kept, device=SimulatedDevice(3))
+    assert seen == expected(change)
+    assert scheduler is not None
+    assert (scheduler.statistics.resident_buckets > 0) is (kept > 0)
+
+
 def test_gradients_in_another_order_of_memory_are_cut_in_the_parameters() -> None:
     def turn(parameter: Tensor) -> None:
         assert parameter.grad is not None
