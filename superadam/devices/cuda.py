@@ -37,7 +37,7 @@ class CudaDevice(Device):
     """A GPU that torch addresses as `cuda`, the current one without an index; raises ValueError for another type."""
 
     _cuda: Any = torch.cuda
-    _kernels: Any = gpu
+    _gpu: Any = gpu
 
     def __init__(self, device: torch.device | str, host: Host | None = None) -> None:
         device = torch.device(device)
@@ -52,7 +52,7 @@ class CudaDevice(Device):
                 "SpeculativeCPUAdamW for its smaller state alone",
                 self.device,
             )
-        self.can_update = self._kernels.backend(self.device).backend is not gpu.Backend.TORCH
+        self.can_update = self._gpu.backend(self.device).backend is not gpu.Backend.TORCH
         self._host: Host = host or Host()
         self._cpus = cores.share(self._host, _pci_address(properties))
         self.pinned = PinnedMemory(CudaRegistrar(self.device, self._cuda))
@@ -100,12 +100,12 @@ class CudaDevice(Device):
             for state, gradient in zip(layout.states, gradients, strict=True)
         ]
         sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
-        self._kernels.pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
+        self._gpu.pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         self._keep(one.gradient for one in steps)
-        self._kernels.update(steps, sets)
+        self._gpu.update(steps, sets)
 
     def free_bytes(self) -> int:
         """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
@@ -123,7 +123,7 @@ class CudaDevice(Device):
             is_alike = target.shape == source.shape
             is_alike &= target.dtype == source.dtype and _lies_as(target, source.stride())
             (alike if is_alike and self._reaches(source, target) else others).append((source, target))
-        self._kernels.scatter_values([source for source, _ in alike], [target for _, target in alike])
+        self._gpu.scatter_values([source for source, _ in alike], [target for _, target in alike])
         for source, target in others:
             copy_one(target, source, non_blocking=not self.is_host(target))
 

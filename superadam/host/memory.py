@@ -167,5 +167,5 @@ def _limit_of(host: Host, group: Group) -> tuple[int, int] | None:
         return None
     used = int(host.read_or(f"{group.directory}/{names[1]}", "0"))
     counts = dict(line.split() for line in host.read_or(f"{group.directory}/memory.stat", "").splitlines())
-    caches = sum(int(counts.get(f"{prefix}{kind}_file", "0")) for kind in ("inactive", "active"))
+    caches = sum(int(counts.get(f"{prefix}{kind}", "0")) for kind in ("inactive_file", "active_file"))
     return int(limit), int(limit) - used + caches

@@ -203,6 +203,14 @@ def _uncounted(counted: object) -> Any:
 if missing:  # modules count references once when they are imported
     tensor_use_count = storage_use_count = base_of = _uncounted
 
+
+def dispatch_mode() -> Any:
+    """Return the class of modes that see every operation; only `superadam.testing` needs it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 

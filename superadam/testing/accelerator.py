@@ -25,8 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from superadam.devices.interface import ChunkSums
 from superadam.gpu import Backend
@@ -34,10 +32,12 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.kernels.torch_private import ordinary_tensors
+from superadam.kernels.torch_private import dispatch_mode, ordinary_tensors, schema_of
 from superadam.testing import stand_in
 
-_MAKERS = {f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
+_MAKERS = {
+    f"aten::{name}" for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+}
 """Of these, programs say where to make what."""
 
 _AT_ONCE = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
@@ -268,20 +268,20 @@ class SimulatedAccelerator:
 
     def dispatch(self, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Enqueue an operation to the current stream where it is the device's; return what it will have computed."""
-        schema = operation._schema
-        tensors = [one for one in tree_iter((arguments, options)) if isinstance(one, Tensor)]
+        schema = schema_of(operation)
+        tensors = _tensors((arguments, options))
         aliases = [one.alias_info for one in schema.returns]
         is_there = any(not self.is_host(one) for one in tensors) if tensors else self._local.allocates
         is_there &= self._local.allocates or not (schema.name in _MAKERS and options.get("device") is not None)
         if not is_there or any(one is not None and not one.is_write for one in aliases):  # a view
             return operation(*arguments, **options)
-        stream, is_copy = self.current_stream(), schema.name in ("aten::copy_", "aten::_foreach_copy_")
+        stream, is_copy = self.current_stream(), schema.name.rpartition("foreach_")[2] in ("copy_", "aten::copy_")
         on_host = [one for one in tensors if one.dim() and self.is_host(one)]
         if (on_host and not is_copy) or any("Tensor" not in str(one.type) for one in schema.returns):
             stream.synchronize()  # the host computes, perhaps with a number of the device, or is told one
             return operation(*arguments, **options)
         written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-        those = tree_map_only(Tensor, self.alias, (arguments, options))
+        those = _map(self.alias, (arguments, options))
         if written:
             named = {**dict(zip([one.name for one in schema.arguments], arguments, strict=False)), **options}
             stream.enqueue(lambda: operation(*those[0], **those[1]))
@@ -291,15 +291,15 @@ class SimulatedAccelerator:
             return results[0] if len(results) == 1 else tuple(results) or None
         made = None
         if _AT_ONCE.isdisjoint(operation.tags):
-            sample = tree_map_only(Tensor, _zeros_like, (arguments, options))
+            sample = _map(_zeros_like, (arguments, options))
             with suppress(RuntimeError):
-                made = tree_map_only(Tensor, self.allocate, operation(*sample[0], **sample[1]))
+                made = _map(self.allocate, operation(*sample[0], **sample[1]))
         if made is None:
             stream.synchronize()
-            return tree_map_only(Tensor, self.there, operation(*those[0], **those[1]))
-        targets = tree_map_only(Tensor, self.alias, made)
+            return _map(self.there, operation(*those[0], **those[1]))
+        targets = _map(self.alias, made)
         if tensors:
-            stream.enqueue(lambda: copy_all([*tree_iter(targets)], [*tree_iter(operation(*those[0], **those[1]))]))
+            stream.enqueue(lambda: copy_all(_tensors(targets), _tensors(operation(*those[0], **those[1]))))
         return made
 
     def there(self, tensor: Tensor) -> Tensor:
@@ -335,16 +335,13 @@ class SimulatedAccelerator:
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         names = ResidentStep.__dataclass_fields__
-        those = [
-            ResidentStep(**{name: tree_map_only(Tensor, self.alias, getattr(one, name)) for name in names})
-            for one in steps
-        ]
+        those = [ResidentStep(**{name: _map(self.alias, getattr(one, name)) for name in names}) for one in steps]
         self.current_stream().enqueue(lambda: stand_in.update(those, sets))
 
 
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Dispatch(dispatch_mode()):  # type: ignore[misc]
     def __init__(self, accelerator: SimulatedAccelerator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._accelerator = accelerator
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -371,6 +368,21 @@ class Questions(TorchFunctionMode):
             with ordinary_tensors():
                 return arguments[0].clone()
         return function(*arguments, **(options or {}))
+
+
+def _map(of: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return an argument or a result with its tensors replaced."""
+    if isinstance(value, Tensor):
+        return of(value)
+    if isinstance(value, dict):
+        return {name: _map(of, one) for name, one in value.items()}
+    return type(value)([_map(of, one) for one in value]) if isinstance(value, list | tuple) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(found.append, value)
+    return found
 
 
 def _storage_of(memory: Any) -> torch.UntypedStorage:

@@ -24,6 +24,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.worker import Job, Work, Worker
+from superadam.distributed.shards import local_of
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 from superadam.testing.accelerator import Questions, SimulatedAccelerator, copy_all
@@ -41,16 +42,17 @@ class SimulatedDevice(CudaDevice):
     """
 
     def __init__(self, seed: int, eagerness: float = 0.3) -> None:
-        self._cuda = self._kernels = self.accelerator = SimulatedAccelerator(seed, eagerness)
+        self._cuda = self._gpu = self.accelerator = SimulatedAccelerator(seed, eagerness)
         super().__init__("cuda:0")
         self.device = torch.device("cpu")
+        self._models = [self.accelerator.first]
         self.pinned.grow(PINNED_BYTES, 0)
 
     def free_bytes(self) -> int | None:  # type: ignore[override]
         return None
 
     def is_host(self, tensor: Tensor) -> bool:
-        return self.accelerator.is_host(tensor)
+        return self.accelerator.is_host(local_of(tensor))
 
     @property
     def has_memory_in_use(self) -> bool:
@@ -73,8 +75,9 @@ class SimulatedDevice(CudaDevice):
 
     def switch(self, number: int) -> None:
         """Make another one of the model's streams the current one; 0 is the one at the beginning."""
-        streams = self.__dict__.setdefault("_models", {0: self.accelerator.first})
-        self.accelerator.set_stream(streams.get(number) or streams.setdefault(number, self.accelerator.Stream()))
+        while number >= len(self._models):
+            self._models.append(self.accelerator.Stream())
+        self.accelerator.set_stream(self._models[number])
 
     def late(self, values: Tensor, *, on_host: bool = False) -> Tensor:
         """Return a dense tensor that the current stream fills with these values late; until then it holds NaN.

@@ -56,7 +56,10 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
     }
     hidden = ["master"] if dtype == torch.float32 else []  # on the host the parameter is its own
     micro_batches, sums = choices.choice([1, 1, 2]), choices.choice([None, torch.float32])
-    actions = [choices.choice(["", "clip", "edit", "read", "inf", "place", "look"]) for _ in range(STEPS)]
+    actions = [
+        choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"])
+        for _ in range(STEPS)
+    ]
     scheduled = {
         "bucket_numel": choices.choice([1, 100, 700, 10**6]),
         "gpu_buckets": choices.choice([0, 0, 1, 2, 100]),
@@ -93,7 +96,10 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                     gradients[1].fill_(torch.inf)
                 elif action == "place" and overlap is not None:
                     overlap.place(gpu_buckets=choices.choice([0, 1, 3]))
-                optimizer.step()
+                elif action == "roll back":
+                    optimizer.rollback()
+                if action != "drop":
+                    optimizer.step()
                 optimizer.zero_grad()
                 seen.append(loss.item())
                 if action == "look":
