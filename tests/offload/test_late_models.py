@@ -45,6 +45,34 @@ class ShortDevice(SimulatedDevice):
         return self.free
 
 
+class Elsewhere:
+    """Makes gradients on other streams, as FSDP2 does; the hooks of a scheduler that is made afterwards run there."""
+
+    def __init__(self, device: SimulatedDevice, model: nn.Module, seed: float) -> None:
+        self.device, self.model, self.choices = device, model, random.Random(seed)
+        self.first = device.accelerator.current_stream()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.depart)
+
+    def come_back(self) -> None:
+        """Let the model go on on its own stream, once the scheduler's hooks have run."""
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.device.switch(0))
+
+    def depart(self, parameter: Tensor) -> None:
+        gradient: Any = parameter.grad
+        self.device.switch(self.choices.randrange(3))
+        stream = self.device.accelerator.current_stream()
+        stream.wait_stream(self.first)
+        parameter.grad = gradient * 1
+        self.device._keep_for(gradient, stream)
+
+    def settle(self) -> None:
+        """Let the model's stream wait for them, as FSDP2 does at the end of backward."""
+        for stream in self.device._models:
+            self.first.wait_stream(stream)
+
+
 def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
     """Train as drawn; return what the program sees, as bits."""
     dtype = choices.choice([torch.bfloat16, torch.float32, torch.float16])
@@ -60,6 +88,7 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
         choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"])
         for _ in range(STEPS)
     ]
+    has_streams, seed = micro_batches == 1 and choices.random() < 0.5, choices.random()
     scheduled = {
         "bucket_numel": choices.choice([1, 100, 700, 10**6]),
         "gpu_buckets": choices.choice([0, 0, 1, 2, 100]),
@@ -74,9 +103,12 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
         for parameter in model.parameters():
             parameter.data = there(parameter)
         optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
-        overlap = (
-            None if device is None else OffloadScheduler(optimizer, model, device=device, num_threads=1, **scheduled)
-        )
+        overlap = elsewhere = None
+        if device is not None:
+            elsewhere = Elsewhere(device, model, seed) if has_streams else None
+            overlap = OffloadScheduler(optimizer, model, device=device, num_threads=1, **scheduled)
+            if elsewhere is not None:
+                elsewhere.come_back()
         with overlap or nullcontext():
             for step, action in enumerate(actions):
                 for micro in range(micro_batches):
@@ -85,6 +117,8 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                     with nullcontext() if is_last or sums is None or overlap is None else overlap.accumulate():
                         loss = model(there(tokens)).float().square().mean()
                         loss.backward()
+                if elsewhere is not None:
+                    elsewhere.settle()
                 gradients = [one.grad for one in model.parameters() if one.grad is not None]
                 if action == "clip":
                     seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
