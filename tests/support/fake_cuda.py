@@ -18,7 +18,6 @@ import pytest
 import torch
 from support.gpu_arrays import asked_for
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam.devices.cuda import CudaDevice
 from superadam.host.machine import Host
@@ -170,31 +169,6 @@ class FakeDevice(CudaDevice):
     def is_host(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
         return any(begin <= address < begin + size for begin, size in self._fake.registered.items())
-
-
-class OperationsOnStreams(TorchDispatchMode):
-    """Writes copies between tensors, with the stream that they would be enqueued to."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.copy_.default:
-            self._cuda.log.append(
-                ("copy" if _is_non_blocking(args, kwargs) else "copy that waits", self._cuda.now.name)
-            )
-        elif function is torch.ops.aten._foreach_copy_.default:
-            assert _is_non_blocking(args, kwargs)
-            self._cuda.log.append(("scatter", self._cuda.now.name, len(args[0])))
-        elif function is torch.ops.aten.empty.memory_format:
-            self._cuda.log.append(("allocate", self._cuda.now.name))
-        return function(*args, **(kwargs or {}))
-
-
-def _is_non_blocking(args: Any, kwargs: Any) -> bool:
-    """Whether a copy was asked not to let the calling thread wait."""
-    return bool(args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking"))
 
 
 def _checked(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
