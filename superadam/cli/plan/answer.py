@@ -173,9 +173,15 @@ def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activa
 
 
 def answer_for(
-    name: str, subject: Subject, setting: Setting, machine: Machine, efficiency: float | None = None
+    name: str,
+    subject: Subject,
+    setting: Setting,
+    machine: Machine,
+    efficiency: float | None = None,
+    *,
+    looks_for_gains: bool = True,
 ) -> Answer:
-    """Return the answer; without an efficiency of the GPU, for a range of them.
+    """Return the answer; without an efficiency of the GPU, for a range of them. Gains take as long as all else.
 
     Raises:
         UnplannableError: the model's memory cannot be found out.
@@ -186,5 +192,5 @@ def answer_for(
     if not memory.trains:
         return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), [])
     timings = [timing_of(subject, setting, machine, memory, one) for one in chosen]
-    gains = gains_of(subject, setting, machine, found, chosen[len(chosen) // 2])
+    gains = gains_of(subject, setting, machine, found, chosen[len(chosen) // 2]) if looks_for_gains else []
     return Answer(name, machine, setting, subject, memory, timings, [], gains)
