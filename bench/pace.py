@@ -36,9 +36,10 @@ def stretch(asked: argparse.Namespace) -> int:
     """Compare the scheduler with the events of a plan, and show one line for each row."""
     from measures import stretched  # which needs transformers, for the machines of plans
 
+    from superadam.cli.plan.rates import rates_of
     from superadam.plan import machines
 
-    rates, console, found = machines.read(asked.stretched).events(), Console(), []
+    rates, console, found = rates_of(machines.read(asked.stretched)), Console(), []
     for parameters in asked.parameters:
         for layers in asked.layers:
             for ratio in asked.ratios:

@@ -11,14 +11,15 @@ from pathlib import Path
 import torch
 
 from superadam.cli.plan.answer import answer_for
+from superadam.cli.plan.presets import presets
+from superadam.cli.plan.rates import rates_of
+from superadam.cli.plan.schedule import Part, buckets_of, parts_of
 from superadam.cli.plan.ways import placed, synchronous
 from superadam.offload.placement import Placement, numel_of_buckets
 from superadam.plan import machines
 from superadam.plan.events import Rates, Work, simulate
 from superadam.plan.machines import Machine
 from superadam.plan.memory import RESUMING, TRAINING, Setting, Subject, total
-from superadam.plan.models import presets
-from superadam.plan.schedule import Part, buckets_of, parts_of
 
 FIGURES = Path(__file__).resolve().parents[1] / "published" / "figures.csv"
 EFFICIENCY = 0.55  # of the GPU's peak, assumed where a row has no time without offload
@@ -73,7 +74,7 @@ def _optimizer(published: str, machine: str, numel: float, decided_by: str) -> P
 def _after(published: str, machine: Machine, numel: float, clock: float, moved: float, decided_by: str) -> Prediction:
     """Predict an optimizer that begins after backward, with a clock that was published."""
     work, _, _ = dense(numel, clock / 4, 0.75 * clock)
-    found: Rates = machine.events()
+    found: Rates = rates_of(machine)
     passes = replace(found.passes, update=_alone(machine, moved))
     return Prediction(f"{published} s", f"{synchronous(replace(found, passes=passes), work):.2f} s", decided_by)
 
@@ -81,7 +82,7 @@ def _after(published: str, machine: Machine, numel: float, clock: float, moved: 
 def _overlapped(published: str, machine: Machine, numel: float, clock: float, decided_by: str) -> Prediction:
     """Predict this scheduler, with a clock that was published."""
     work, _, _ = dense(numel, clock / 4, 0.75 * clock)
-    step = simulate(machine.events(), work)
+    step = simulate(rates_of(machine), work)
     return Prediction(f"{published} s", f"{step.seconds:.2f} s ({step.hidden:.2f} hidden)", decided_by)
 
 
@@ -96,7 +97,7 @@ def _streamed(published: str, machine: str, numel: float, tokens: float, unit: s
     found = _machine(machine)
     forward, backward = _clock(found, numel, tokens)
     work, _, _ = dense(numel, forward, backward)
-    seconds = simulate(found.events(), replace(work, flows=True)).clock + numel * _alone(found, CPU_ADAM)
+    seconds = simulate(rates_of(found), replace(work, flows=True)).clock + numel * _alone(found, CPU_ADAM)
     words = f"{seconds:.2f} s" if unit == "s" else f"{6 * numel * tokens / seconds / 1e12:.0f} TFLOP/s"
     return Prediction(
         f"{published} {unit}", words, f"the GPU's efficiency, {EFFICIENCY} assumed; the CPU is not stated"
@@ -163,7 +164,7 @@ def _trained(published: str, machine: str, active: float, tokens: float) -> Pred
 def _alps(published: str, *, overlaps: bool) -> Prediction:
     clock, machine = 4 * 2048 / 14_600, _machine("gh200")
     work, parts, placement = dense(7.7e9 / 4, clock / 3, 2 * clock / 3)
-    rates = machine.events()
+    rates = rates_of(machine)
     seconds = placed(rates, work, parts, placement, 40e9, 12.0)[2].seconds if overlaps else synchronous(rates, work)
     decided_by = "what DeepSpeed loses in addition to Adam; the clock is its ZeRO-3, 14,600 tokens/s"
     return Prediction(f"{published} tokens/s", f"{4 * 2048 / seconds:,.0f} tokens/s", decided_by)
@@ -281,7 +282,7 @@ def gain_table(numel: float = 13e9) -> list[str]:
     ]
     for tokens in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
         work, parts, placement = dense(numel, *_clock(machine, numel, tokens))
-        rates = machine.events()
+        rates = rates_of(machine)
         _, work, step = placed(rates, work, parts, placement, 20e9, 12.0)
         after = synchronous(rates, work)
         lines.append(

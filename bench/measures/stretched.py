@@ -21,11 +21,11 @@ from measures.paced_device import PacedDevice
 from measures.paced_device import Rates as Links
 from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.cli.plan.schedule import buckets_of, parts_of
 from superadam.devices import Stream
 from superadam.kernels import native
 from superadam.offload.placement import Placement, numel_of_buckets
 from superadam.plan.events import Passes, Rates, Work, simulate
-from superadam.plan.schedule import buckets_of, parts_of
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import Pending, Phase, Piece, Prediction
 from superadam.step.transaction import Transaction

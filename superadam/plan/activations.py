@@ -7,8 +7,6 @@ one on a GPU that requires grad ends the process where torch was built without C
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +17,9 @@ from transformers import PreTrainedConfig
 
 from superadam.kernels.torch_private import modes_of_dispatch
 from superadam.plan import UnplannableError, attention
-from superadam.plan.models import build, period_of, with_layers
+from superadam.plan.models import build, on_meta, period_of, with_layers
 
-LOSS_ROWS = 1024
-"""Tokens whose logits are there together, where the loss is computed in chunks."""
+LOSS_ROWS = 1024  # tokens whose logits are there together, where the loss is computed in chunks
 
 FORWARD, HEAD, LAYERS = "forward", "head and loss", "layers' backward"
 PHASES = (FORWARD, HEAD, LAYERS)
@@ -30,26 +27,16 @@ PHASES = (FORWARD, HEAD, LAYERS)
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes at the peak of each phase beyond parameters, with gradients that leave at once.
-
-    Attributes:
-        forward, head, layers: of the whole model; `head` is the forward and backward of output layer and loss.
-        last: at the end of backward, when one layer is left.
-    """
+    """Bytes at the peak of each phase beyond parameters, with gradients that leave at once."""
 
     forward: int
-    head: int
-    layers: int
-    last: int
+    head: int  # forward and backward of output layer and loss
+    layers: int  # at the beginning of the layers' backward
+    last: int  # at its end, when one layer is left
 
 
 class Live(modes_of_dispatch()[1]):  # type: ignore[misc]
-    """Counts bytes of storages that are alive, those made inside included.
-
-    Attributes:
-        now: bytes.
-        peaks: of each phase.
-    """
+    """Counts the bytes of storages that are alive, those made inside included: `now`, and the `peaks` of phases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,22 +109,13 @@ def run(model: Any, tokens: Tensor, loss: str, mode: Live | None = None) -> None
             hook.remove()
 
 
-@contextmanager
-def _prepared(config: PreTrainedConfig, *, checkpointing: bool) -> Iterator[tuple[Any, Live]]:
-    attention.register()
-    with modes_of_dispatch()[0](allow_non_fake_inputs=True):
-        model: Any = build(config, attention.NAME)
-        model.train()
-        if checkpointing:
-            options = {"use_reentrant": False}
-            if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.23
-                model.activation_checkpointing_enable(options)
-            else:
-                model.gradient_checkpointing_enable(options)
-        mode = Live()
-        for one in (*model.parameters(), *model.buffers()):
-            mode.add(one)
-        yield model, mode
+def recomputing(model: Any, *, is_wanted: bool) -> Any:
+    """Return a model that trains, and computes each layer again in backward if that is wanted."""
+    model.train()
+    if is_wanted:  # its name since transformers 5.23, and before
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return model
 
 
 def peaks_of(
@@ -145,16 +123,14 @@ def peaks_of(
 ) -> dict[str, int]:
     """Return the bytes at the peak of each phase beyond parameters and buffers, of a model with all its layers.
 
-    Args:
-        config: of transformers; the model is trained in bf16.
-        sequences, tokens: of a micro-batch, and of each sequence.
-        loss: "chunked", or "full" for logits that are whole.
-        checkpointing: whether each layer is computed again in backward.
-
-    Raises:
-        UnplannableError: the model cannot be run so; the message says why.
+    It is trained in bf16, with `tokens` of each sequence; a loss that is not "chunked" has whole logits. Raises
+    `UnplannableError` where the model cannot be run so.
     """
-    with _prepared(config, checkpointing=checkpointing) as (model, mode):
+    attention.register()
+    with modes_of_dispatch()[0](allow_non_fake_inputs=True):
+        model, mode = recomputing(build(config, attention.NAME), is_wanted=checkpointing), Live()
+        for one in (*model.parameters(), *model.buffers()):
+            mode.add(one)
         begin, calls = mode.now, attention.calls
         try:
             with mode:
@@ -175,15 +151,7 @@ def peaks_of(
     return {phase: peak - begin for phase, peak in mode.peaks.items()}
 
 
-def activations_of(
-    config: PreTrainedConfig,
-    parameters: int,
-    sequences: int,
-    tokens: int,
-    *,
-    loss: str = "chunked",
-    checkpointing: bool = True,
-) -> Activations:
+def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, tokens: int, **how: Any) -> Activations:
     """Return the peaks of the whole model by two runs with few layers; arguments and errors as for `peaks_of`.
 
     `parameters` is the number of those of the whole model, which has to lie on the line of the two as well.
@@ -193,21 +161,18 @@ def activations_of(
     if layers <= few[1]:
         few = (max(1, layers - period), layers)
     configs = [with_layers(config, count) for count in few]
-    sizes = []
-    for one in configs:
-        with torch.device("meta"):
-            sizes.append(sum(parameter.numel() for parameter in build(one).parameters()))
+    sizes = [sum(one.numel() for one in on_meta(each).parameters()) for each in configs]
     rest = (layers - few[1]) // period
 
     def at(values: list[int], periods: int) -> int:
-        return values[1] + (values[1] - values[0]) * periods * period // (few[1] - few[0])
+        return values[1] + (values[1] - values[0]) * periods * period // max(1, few[1] - few[0])
 
     if (layers - few[1]) % period or at(sizes, rest) != parameters:
         raise UnplannableError(
             f"the layers of a {config.model_type} differ in a way that its layer_types do not tell, expected kinds "
             "that repeat, so that few of them say nothing of all; measure it on the machine"
         )
-    runs = [peaks_of(one, sequences, tokens, loss=loss, checkpointing=checkpointing) for one in configs]
+    runs = [peaks_of(one, sequences, tokens, **how) for one in configs]
     whole = {phase: at([one[phase] for one in runs], rest) for phase in PHASES}
     one_left = 1 - few[1] // period
     return Activations(whole[FORWARD], whole[HEAD], whole[LAYERS], at([one[LAYERS] for one in runs], one_left))

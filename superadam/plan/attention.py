@@ -12,12 +12,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-NAME = "superadam_plan"
-"""What `attn_implementation` is set to, once `register` was called."""
+NAME = "superadam_plan"  # what `attn_implementation` is set to, once `register` was called
 
 
-calls = 0
-"""How often it was called, since this was imported."""
+calls = 0  # since this was imported
 
 
 class _Fused(torch.autograd.Function):

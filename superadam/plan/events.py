@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 LEFT_OUT = 3  # iterations at the beginning
 COUNTED = 12  # iterations whose mean counts: schedules may alternate
@@ -28,23 +28,15 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates of one rank.
+    """Rates of one rank."""
 
-    Attributes:
-        memory, download, upload: bytes per second of the device's kernels and of copies.
-        passes: of the CPU, while the model computes; `alone` once `step()` waits, by default the same.
-        worker_per_bucket, step_per_bucket: seconds of Python in the worker, and in `step()`.
-        host: bytes per second of host memory, for what the CPU copies.
-    """
-
-    memory: float
-    download: float
-    upload: float
+    memory: float  # bytes per second of the device's kernels
+    download: float  # bytes per second
+    upload: float  # bytes per second
     passes: Passes
-    worker_per_bucket: float = 0.0
-    step_per_bucket: float = 0.0
-    host: float = math.inf
-    alone: Passes | None = None
+    worker_per_bucket: float = 0.0  # seconds of Python in the worker, ...
+    step_per_bucket: float = 0.0  # ... and in `step()`
+    host: float = math.inf  # bytes per second that the CPU copies in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,48 +50,29 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """Steps that are clipped.
+    """Steps that are clipped; docs/clipping.md has the times of test and patch."""
 
-    Attributes:
-        share: of the steps.
-        is_predicted: whether the worker speculates with intervals around a predicted factor; else it only sums norms in
-            clipped steps, and `step()` makes them.
-        test, patch: time of a pass with the test, and of the patch, in times of the pass without it.
-        missed: share of elements of clipped steps that are updated again with the verdict.
-    """
-
-    share: float = 0.0
-    is_predicted: bool = True
-    test: float = 1.30
-    patch: float = 0.08
-    missed: float = 0.07
+    share: float = 0.0  # of the steps
+    is_predicted: bool = True  # else the worker only sums norms in such steps, and `step()` makes them
+    test: float = 1.30  # time of a pass that lists uncertain elements, in times of one that does not
+    patch: float = 0.08  # in the same
+    missed: float = 0.07  # of the elements of such steps: updated again with the verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        buckets: in the order in which they are full.
-        forward, backward: seconds of the device for a micro-batch, recomputation included.
-        micro_batches: of a step.
-        bucket_numel: elements that are committed at a time.
-        size: bytes of a gradient and of a working copy.
-        room: bytes of new values that the device has room for; None for all of them.
-        flows: whether weights are in host memory, and each layer's are copied to the device when it computes.
-        resident: bytes of state that a resident step moves for each element.
-    """
-
-    buckets: Sequence[Bucket]
-    forward: float
-    backward: float
-    micro_batches: int = 1
-    bucket_numel: int = 1 << 24
-    size: int = 2
-    room: float | None = None
-    flows: bool = False
+    buckets: Sequence[Bucket]  # in the order in which they are full
+    forward: float  # seconds of the device for a micro-batch, ...
+    backward: float  # ... recomputation included
+    micro_batches: int = 1  # of a step
+    bucket_numel: int = 1 << 24  # elements that are committed at a time
+    size: int = 2  # bytes of a gradient and of a working copy
+    room: float | None = None  # bytes of new values that the device has room for; None for all of them
+    flows: bool = False  # whether weights are in host memory, and copied to the device when a layer computes
     clipping: Clipping = Clipping()
-    resident: float = 24.0
+    resident: float = 24.0  # bytes of state that a resident step moves for each element
 
     @property
     def numel(self) -> int:
@@ -109,27 +82,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A steady iteration; seconds.
-
-    Attributes:
-        seconds: of the whole.
-        clock: of the model's forward and backward alone, all micro-batches.
-        adam: of all of the optimizer's work on the CPU.
-        waited: after backward, for the worker.
-        python: of `step()`.
-        updated: updates and patches after the verdict.
-        published: until new values are in the parameters.
-        stalled: in which backward waits for copies.
-    """
+    """A steady iteration, in seconds."""
 
     seconds: float
-    clock: float
-    adam: float
-    waited: float
-    python: float
-    updated: float
-    published: float
-    stalled: float
+    clock: float  # the model's forward and backward alone, all micro-batches
+    adam: float  # all of the optimizer's work on the CPU, by itself
+    waited: float  # after backward, for the worker
+    python: float  # in `step()`
+    updated: float  # updates and patches after the verdict
+    published: float  # until new values are in the parameters
+    stalled: float  # in which backward waits for copies
 
     @property
     def hidden(self) -> float:
@@ -143,9 +105,7 @@ def simulate(rates: Rates, work: Work) -> Step:
     for number in range(LEFT_OUT + COUNTED):
         share = work.clipping.share
         steps.append(runner.iterate(math.floor((number + 1) * share) > math.floor(number * share)))
-    kept = steps[LEFT_OUT:]
-    names = ("seconds", "clock", "adam", "waited", "python", "updated", "published", "stalled")
-    return Step(**{name: sum(getattr(one, name) for one in kept) / len(kept) for name in names})
+    return Step(*(sum(each) / COUNTED for each in zip(*map(astuple, steps[LEFT_OUT:]), strict=True)))
 
 
 class _Runner:
@@ -159,7 +119,7 @@ class _Runner:
 
     def iterate(self, is_clipped: bool) -> Step:
         rates, work, clipping = self.rates, self.work, self.work.clipping
-        alone, size = rates.alone or rates.passes, work.size
+        passes, size = rates.passes, work.size
         waits = is_clipped and not clipping.is_predicted
         began, forward, backward = self.now, work.forward, work.backward
         if work.flows:  # copies run while the model computes: the longer of both counts
@@ -179,7 +139,6 @@ class _Runner:
             self.worker = max(self.worker, arrived[index])
             if bucket.is_resident:
                 continue
-            passes = rates.passes if self.worker < ended else alone
             each = passes.fused if index in self.uncommitted else passes.speculate
             each = passes.norm if waits else each * (clipping.test if is_clipped else 1.0)
             if waits and index in self.uncommitted:
@@ -197,8 +156,8 @@ class _Runner:
                 self.up = max(self.up, self.worker) + size * bucket.numel / rates.upload
         waited, python = max(0.0, self.worker - ended), rates.step_per_bucket * len(work.buckets)
         missed = (1.0 if waits else clipping.missed) if is_clipped else 0.0
-        patch = clipping.patch * alone.speculate if is_clipped and not waits else 0.0
-        updated = (missed * alone.update + patch) * leaving
+        patch = clipping.patch * passes.speculate if is_clipped and not waits else 0.0
+        updated = (missed * passes.update + patch) * leaving
         judged = max(self.worker, ended) + python + updated
         late = missed * size * min(leaving, work.bucket_numel) / rates.upload  # parts: one travels, the next is made
         published = max(judged + late + waits_on_host / rates.upload, self.up)
@@ -208,7 +167,7 @@ class _Runner:
         self.now, self.worker = published, max(self.worker, judged)
         self.uncommitted = {} if waits else dict.fromkeys(reversed(self.leaving))
         clock = work.micro_batches * (work.forward + work.backward)
-        adam = alone.fused * work.numel
+        adam = passes.fused * work.numel
         return Step(published - began, clock, adam, waited, python, updated, published - judged, stalled)
 
     def _arrivals(self, at: float, backward: float) -> tuple[list[float], float, float]:

@@ -11,10 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.traffic import bytes_per_element
 from superadam.plan import UnplannableError
-from superadam.plan.events import Passes, Rates
 
 
 class Kind(enum.Enum):
@@ -40,98 +37,37 @@ class Rate:
     source: str
 
 
-PASSES = {
-    "norm": Pass.NORM,
-    "speculate": Pass.SPECULATE,
-    "commit": Pass.COMMIT,
-    "fused": Pass.COMMIT_AND_SPECULATE,
-    "update": Pass.UPDATE,
-}
-"""The kernels' pass of each field of `Passes`."""
+PASSES = ("norm", "speculate", "commit", "fused", "update")
+"""Fields of `superadam.plan.events.Passes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one rank has; bytes, seconds and operations.
-
-    Attributes:
-        title: in words.
-        one_memory: whether CPU and GPU share one memory.
-        gpu_memory, gpu_reserved: bytes, and those of CUDA's context, workspaces and fragments.
-        gpu_operations: peak of dense bf16, operations per second.
-        gpu_bandwidth, download, upload: bytes per second that kernels and copies reach.
-        host_memory, host_reserved: bytes of this rank, and those of the process itself.
-        cpu_bandwidth: bytes per second that all cores of the rank reach.
-        cpu_cores, cpu_clock, cpu_cycles: how many, in hertz, and cycles of a core for the arithmetic of an element.
-        worker_per_bucket, step_per_bucket: seconds of Python.
-        passes: seconds of an element, by the names of `PASSES`, as `superadam bench` measures them; else of bytes
-            and cycles.
-    """
+    """What one rank has; bytes, seconds and operations."""
 
     title: str
     gpu_memory: Rate
-    gpu_reserved: Rate
-    gpu_operations: Rate
-    gpu_bandwidth: Rate
-    download: Rate
+    gpu_reserved: Rate  # bytes of CUDA's context, workspaces and fragments
+    gpu_operations: Rate  # peak of dense bf16, per second
+    gpu_bandwidth: Rate  # bytes per second that kernels reach
+    download: Rate  # bytes per second, as is the next
     upload: Rate
     host_memory: Rate
-    host_reserved: Rate
-    cpu_bandwidth: Rate
+    host_reserved: Rate  # bytes of the process itself
+    cpu_bandwidth: Rate  # bytes per second that all cores reach
     cpu_cores: Rate
-    cpu_clock: Rate
-    cpu_cycles: Rate
-    worker_per_bucket: Rate
+    cpu_clock: Rate  # hertz
+    cpu_cycles: Rate  # of a core, for the arithmetic of an element
+    worker_per_bucket: Rate  # seconds of Python
     step_per_bucket: Rate
-    one_memory: bool = False
-    passes: Mapping[str, Rate] | None = None
+    one_memory: bool = False  # whether CPU and GPU share it
+    passes: Mapping[str, Rate] | None = None  # seconds of an element in each of `PASSES`; None: by bytes and cycles
 
     @property
     def rates(self) -> dict[str, Rate]:
         """All numbers by name."""
         every = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: one for name, one in every.items() if isinstance(one, Rate)} | dict(self.passes or {})
-
-    def kind_of(self, *names: str) -> Kind:
-        """Return the weakest kind of these rates."""
-        return Kind.weakest(getattr(self, name).kind for name in names)
-
-    @property
-    def kind_of_time(self) -> Kind:
-        """Return the weakest kind of what a step's time depends on, but for the GPU's efficiency."""
-        names = ["gpu_bandwidth", "download", "upload", "worker_per_bucket", "step_per_bucket"]
-        if self.passes is None:
-            names += ["cpu_bandwidth", "cpu_cores", "cpu_clock", "cpu_cycles"]
-        found = [one.kind for one in (self.passes or {}).values()]
-        return Kind.weakest([self.kind_of(*names), *found])
-
-    def seconds_of(self, form: Format = Format.PLAIN, size: int = 2) -> Passes:
-        """Return the seconds of an element in each pass over state of a format.
-
-        Copies take their bytes from the CPU's bandwidth. A pass takes as long as its bytes or its arithmetic. `size` is
-        the bytes of a gradient and of a working copy.
-        """
-        dtype = {2: Dtype.BFLOAT16, 4: Dtype.FLOAT32}[size]
-        moved = {name: bytes_per_element(which, dtype, dtype, form) for name, which in PASSES.items()}
-        if self.passes is not None:
-            plain = {name: bytes_per_element(which, dtype, dtype) for name, which in PASSES.items()}
-            return Passes(**{name: self.passes[name].value * moved[name] / plain[name] for name in PASSES})
-        busy = 1 + 2 * size / moved["fused"]
-        arithmetic = self.cpu_cycles.value / (self.cpu_cores.value * self.cpu_clock.value)
-        of = {name: max(busy * each / self.cpu_bandwidth.value, arithmetic) for name, each in moved.items()}
-        return Passes(**of | {"norm": busy * moved["norm"] / self.cpu_bandwidth.value})
-
-    def events(self, form: Format = Format.PLAIN) -> Rates:
-        """Return the rates that the events of a step are made of."""
-        return Rates(
-            self.gpu_bandwidth.value,
-            self.download.value,
-            self.upload.value,
-            self.seconds_of(form),
-            self.worker_per_bucket.value,
-            self.step_per_bucket.value,
-            self.cpu_bandwidth.value,
-        )
 
 
 def names() -> list[str]:
@@ -140,11 +76,7 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Machine:
-    """Return a machine by its name, or from a file of the same form.
-
-    Raises:
-        UnplannableError: there is none, or a number is missing, unknown, below 0 or without a source.
-    """
+    """Return a machine by its name, or from a file of the same form; raises `UnplannableError` for what is wrong."""
     if name in names():
         text = resources.files("superadam.plan").joinpath("machines", f"{name}.toml").read_text()
     elif Path(name).is_file():

@@ -24,29 +24,18 @@ SIZE = torch.bfloat16.itemsize
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a model is trained.
+    """How a model is trained."""
 
-    Attributes:
-        sequences, tokens: of a micro-batch of a rank, and of each sequence.
-        micro_batches: of a step.
-        ranks: that FSDP2 divides the model among.
-        loss: "chunked" or "full".
-        moments, master: as of `superadam.SpeculativeCPUAdam`.
-        checkpointing: whether layers are computed again in backward.
-        flows: whether weights are in host memory (`CPUOffloadPolicy`).
-        clipped: share of steps that are.
-    """
-
-    sequences: int = 1
-    tokens: int = 4096
-    micro_batches: int = 1
-    ranks: int = 1
-    loss: str = "chunked"
-    moments: str = "fp32"
+    sequences: int = 1  # of a micro-batch of a rank
+    tokens: int = 4096  # of a sequence
+    micro_batches: int = 1  # of a step
+    ranks: int = 1  # that FSDP2 divides the model among
+    loss: str = "chunked"  # or "full"
+    moments: str = "fp32"  # as of `superadam.SpeculativeCPUAdam`
     master: str = "fp32"
-    checkpointing: bool = True
-    flows: bool = False
-    clipped: float = 0.0
+    checkpointing: bool = True  # whether layers are computed again in backward
+    flows: bool = False  # whether weights are in host memory (`CPUOffloadPolicy`)
+    clipped: float = 0.0  # share of steps that are
 
     @property
     def storage(self) -> Storage:
@@ -61,18 +50,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, without memory.
-
-    Attributes:
-        parameters: on one rank, which may be meta, by name and in the order of forward.
-        unit, root: elements of the largest layer that FSDP2 gathers, and of what belongs to no layer.
-    """
+    """A model, without memory."""
 
     config: PreTrainedConfig
     model: nn.Module
-    parameters: int
-    unit: int
-    root: int
+    parameters: int  # their elements
+    unit: int  # elements of the largest layer, which FSDP2 gathers
+    root: int  # elements of what belongs to no layer
 
     @staticmethod
     def of(config: PreTrainedConfig) -> Subject:
@@ -88,36 +72,22 @@ class Subject:
 
     def shards(self, ranks: int) -> dict[str, Tensor]:
         """Return what a rank has of each parameter: FSDP2 divides the first dimension."""
-        return {
-            name: one
-            if ranks == 1
-            else torch.empty(-(-one.shape[0] // ranks), *one.shape[1:], dtype=one.dtype, device="meta")
-            for name, one in self.model.named_parameters()
-        }
+        whole = dict(self.model.named_parameters())
+        return {name: one.data.new_empty(-(-one.shape[0] // ranks), *one.shape[1:]) for name, one in whole.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank.
-
-    Attributes:
-        gpu, host: by moment, then by category.
-        gpu_limit, host_limit: of the machine.
-        waiting: bytes of new values that wait on the host for the verdict; None where weights flow, and nothing is
-            published over a link.
-        free: of the GPU at its peak, for resident buckets.
-        cut: names of tensors that are larger than a bucket.
-        one_memory: whether both limits are of one memory.
-    """
+    """Bytes of one rank, by moment and category."""
 
     gpu: Mapping[str, Mapping[str, int]]
     host: Mapping[str, Mapping[str, int]]
-    gpu_limit: int
+    gpu_limit: int  # of the machine
     host_limit: int
-    waiting: int
-    room: int | None
-    cut: tuple[str, ...] = ()
-    one_memory: bool = False
+    waiting: int  # new values that wait on the host for the verdict
+    room: int | None  # on the GPU for new values; None where all have room
+    cut: tuple[str, ...] = ()  # names of tensors that are larger than a bucket
+    one_memory: bool = False  # whether both limits are of one memory
 
     @property
     def free(self) -> int:
@@ -160,14 +130,8 @@ def placement_of(subject: Subject, setting: Setting) -> Placement:
 
 def activations_for(subject: Subject, setting: Setting) -> Activations:
     """Return the peaks of forward and backward; raises `UnplannableError`."""
-    return activations_of(
-        subject.config,
-        subject.parameters,
-        setting.sequences,
-        setting.tokens,
-        loss=setting.loss,
-        checkpointing=setting.checkpointing,
-    )
+    how = {"loss": setting.loss, "checkpointing": setting.checkpointing}
+    return activations_of(subject.config, subject.parameters, setting.sequences, setting.tokens, **how)
 
 
 def memory_of(subject: Subject, setting: Setting, machine: Machine, found: Activations) -> Memory:

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import published as command
 from measures import published
 
-from superadam.plan.models import presets
+from superadam.cli.plan.presets import presets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text()

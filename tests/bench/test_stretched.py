@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import pace
 from measures import stretched
 
+from superadam.cli.plan.rates import rates_of
 from superadam.plan import machines
 from superadam.step.transaction import Transaction
 
@@ -34,7 +35,7 @@ def test_events_agree_with_the_scheduler_at_ten_buckets(tmp_path: Path, capsys: 
 @pytest.mark.deep
 def test_events_agree_with_the_scheduler_at_a_hundred_buckets() -> None:
     """On a machine that is otherwise idle; this takes minutes."""
-    rates = machines.read("gh200").events()
+    rates = rates_of(machines.read("gh200"))
     rows = [stretched.of_size(rates, 14_800_000_000, 280, ratio) for ratio in (0.5, 1.0, 1.5)]
     assert all(90 <= row.buckets <= 140 for row in rows)
     assert statistics.median(abs(row.error) for row in rows) < 0.04

@@ -15,10 +15,10 @@ pytest.importorskip("trl")
 
 import finetune  # noqa: E402
 
+from superadam.cli.plan.presets import presets  # noqa: E402
 from superadam.host.machine import Host  # noqa: E402
 from superadam.integrations.planned_memory import check_memory  # noqa: E402
 from superadam.plan.memory import Setting  # noqa: E402
-from superadam.plan.models import presets  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

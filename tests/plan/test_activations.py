@@ -11,9 +11,10 @@ transformers: Any = pytest.importorskip("transformers")
 
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
+from superadam.cli.plan.presets import presets  # noqa: E402
 from superadam.plan import UnplannableError, attention  # noqa: E402
-from superadam.plan.activations import LAYERS, PHASES, activations_of, peaks_of, run  # noqa: E402
-from superadam.plan.models import build, on_meta, presets, with_layers  # noqa: E402
+from superadam.plan.activations import LAYERS, PHASES, activations_of, peaks_of, recomputing, run  # noqa: E402
+from superadam.plan.models import build, on_meta, with_layers  # noqa: E402
 
 SIZES = {
     "hidden_size": 256,
@@ -42,9 +43,7 @@ def measured(config: Any, loss: str, checkpointing: bool) -> int:
     is_own = config.model_type == "gpt_oss"  # sinks need a GPU's kernel: on both sides, the stand-in computes nothing
     attention.register()
     model: Any = build(config, attention.NAME if is_own else "sdpa")
-    model.train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputing(model, is_wanted=checkpointing)
     tokens = torch.randint(0, config.vocab_size, (SEQUENCES, TOKENS))
     run(model, tokens, loss)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from superadam.cli.plan.schedule import buckets_of, parts_of
 from superadam.offload.placement import Placement
 from superadam.plan.events import Bucket, Clipping, Passes, Rates, Work, simulate
-from superadam.plan.schedule import buckets_of, parts_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 BYTES = {"norm": 2, "speculate": 16, "commit": 26, "fused": 30, "update": 28}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from superadam.cli.plan.presets import presets
 from superadam.cli.plan.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
@@ -25,7 +26,6 @@ from superadam.plan.memory import (
     memory_of,
     total,
 )
-from superadam.plan.models import presets
 
 SMALLER = {"moments": "bf16", "master": "24bit"}
 

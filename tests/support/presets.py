@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from superadam.cli.plan.presets import Preset, presets
 from superadam.offload.needs import needs_of
 from superadam.plan.memory import SIZE
-from superadam.plan.models import Preset, on_meta, presets
+from superadam.plan.models import on_meta
 from superadam.state.parameter import Master, Moments, Storage
 
 GIGABYTE = 10**9

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from superadam.cli.plan.operations import Operations, operations
+from superadam.cli.plan.rates import rates_of
 from superadam.cli.plan.remedies import Remedy, remedies
+from superadam.cli.plan.schedule import Part, buckets_of, parts_of
 from superadam.cli.plan.ways import placed, synchronous
 from superadam.offload.needs import bytes_of_state
 from superadam.plan.activations import Activations
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
 from superadam.plan.memory import SIZE, Memory, Setting, Subject, activations_for, memory_of, placement_of, total
-from superadam.plan.schedule import Part, buckets_of, parts_of
 
 EFFICIENCIES = (0.45, 0.55, 0.65)
 """Shares of the GPU's peak at which the model may compute: nothing but a measurement tells which."""
@@ -109,7 +110,7 @@ def work_of(
 def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
     """Return a step's times at an efficiency; `memory` says what is left on the GPU for state."""
     work, parts, counted = work_of(subject, setting, machine, memory, efficiency)
-    rates, state = machine.events(setting.storage.format), bytes_of_state(setting.storage)
+    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
     resident, step = 0, simulate(rates, work)
     if work.room is None and not setting.flows:
         placement = placement_of(subject, setting)

@@ -83,9 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.model is None:
             raise UsageError("superadam plan needs a MODEL, a preset such as phi-4; name one")
         from superadam.cli.plan.answer import answer_for
+        from superadam.cli.plan.presets import config_of
         from superadam.cli.plan.report import to_json
         from superadam.plan.memory import Subject
-        from superadam.plan.models import config_of
 
         setting, machine_name = setting_of(arguments)
         machine = machines.read(machine_name)
@@ -102,8 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def setting_of(arguments: argparse.Namespace) -> tuple[Any, str]:
     """Return how a model is trained and on which machine: as its preset says, but for the options that are given."""
+    from superadam.cli.plan.presets import presets
     from superadam.plan.memory import Setting
-    from superadam.plan.models import presets
 
     setting, machine = Setting(loss=arguments.loss, checkpointing=arguments.checkpointing), "gh200"
     if (preset := presets().get(arguments.model)) is not None:

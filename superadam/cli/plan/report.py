@@ -113,7 +113,7 @@ def verdict(answer: Answer) -> Iterator[str]:
 def time_table(answer: Answer) -> Table:
     """Return a column for each efficiency of the GPU."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    kind = LETTERS[Kind.weakest([answer.machine.kind_of_time, Kind.ASSUMED])]
+    kind = LETTERS[Kind.ASSUMED]  # as is the GPU's efficiency
     table.add_column("the GPU reaches, of its peak")
     for one in answer.timings:
         table.add_column(f"{one.efficiency:.2f}a", justify="right")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from superadam.cli.plan.schedule import Part, buckets_of
 from superadam.offload.autotune import FREE_SHARE, LEAST_GAIN
 from superadam.offload.placement import Placement
 from superadam.plan.events import Rates, Step, Work, simulate
-from superadam.plan.schedule import Part, buckets_of
 
 ROUNDS = 40  # of changes of the placement
 
@@ -42,7 +42,7 @@ def placed(
 
 def synchronous(rates: Rates, work: Work, *, norm: bool = True) -> float:
     """Return the seconds of an iteration whose optimizer begins after backward: download, update, upload."""
-    passes, moved = rates.alone or rates.passes, work.size * work.numel
+    passes, moved = rates.passes, work.size * work.numel
     clock = work.micro_batches * (work.forward + work.backward)
     each = passes.update + (passes.norm if norm and work.clipping.share else 0.0)
     return clock + moved / rates.download + each * work.numel + moved / rates.upload
