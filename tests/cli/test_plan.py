@@ -113,6 +113,20 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "needs transformers; install it with: pip install 'superadam[plan]'" in err
 
 
+def test_measured_passes_are_a_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("superadam.cli.bench.command.NUMEL", 4096)
+    monkeypatch.setattr("superadam.cli.bench.command.PAIRS", 3)
+    file = tmp_path / "here.toml"
+    assert main(["plan", "--machine", "h200", "--measure", str(file)]) == 0
+    assert 'kind = "measured", source = "superadam bench: ' in file.read_text()
+    assert main(["plan", folder, "--seq", "64", "--machine", str(file), "--gpu-efficiency", "0.5"]) == 0
+    status, _, err = said(capsys, "--measure", str(file))
+    assert status == 2
+    assert "exists or has no folder, expected a new file; name another" in err
+
+
 def test_presets_bring_their_setting() -> None:
     words = ["plan", "qwen3-30b-a3b", "--seq", "1024"]
     from superadam.cli.main import build_parser

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
@@ -54,6 +57,19 @@ def test_bytes_and_arithmetic_decide_on_passes() -> None:
     assert fast.speculate < fast.commit < fast.fused
     assert fast.fused == pytest.approx((30 + 4) / machine.cpu_bandwidth.value)
     assert seconds_of(machine, Format.MASTER_24BIT).fused < fast.fused
+
+
+@given(
+    name=st.sampled_from(["cpu_bandwidth", "cpu_cores", "cpu_clock"]),
+    factor=st.floats(0.01, 0.99),
+    machine=st.sampled_from(machines.names()),
+)
+def test_less_of_a_cpu_makes_no_pass_quicker(name: str, factor: float, machine: str) -> None:
+    before = machines.read(machine)
+    rate = getattr(before, name)
+    after = replace(before, **{name: replace(rate, value=factor * rate.value)})
+    for each in PASSES:
+        assert getattr(seconds_of(after), each) >= getattr(seconds_of(before), each)
 
 
 def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
