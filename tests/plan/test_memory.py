@@ -44,6 +44,7 @@ def gpt_oss() -> tuple[Subject, Setting, Memory, Activations]:
     return planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192)
 
 
+@pytest.mark.slow
 def test_whole_logits_of_gpt_oss_are_refused_and_named() -> None:
     subject, setting, memory, found = planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192, loss="full")
     assert not memory.trains
