@@ -7,9 +7,10 @@ from measures.settings import out_dtype_of
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from superadam.cli.bench import floor, passes
-from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.arrays import PassArrays
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.traffic import bytes_per_element
 
 GRADIENTS = (Dtype.FLOAT32, Dtype.BFLOAT16)
 ROUNDS, WARM_UPS = 11, 2

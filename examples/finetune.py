@@ -32,7 +32,9 @@ except ImportError as error:
     sys.exit(f'finetune.py cannot be run ({error}); pip install "superadam[finetune]"')
 
 from superadam.integrations import distributed_checkpoint
+from superadam.integrations.planned_memory import check_memory
 from superadam.integrations.transformers import offload
+from superadam.plan.memory import Setting
 
 
 @dataclass
@@ -74,6 +76,27 @@ def model_of(model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> 
         return transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, config=config, **options)
     transformers.set_seed(training.seed)
     return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+def check(model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> None:
+    """End the program where a GPU or the host cannot hold the run, before weights are loaded."""
+    if arguments.optimizer != "superadam" or model.use_peft or training.device.type != "cuda":
+        return
+    setting = Setting(
+        sequences=training.per_device_train_batch_size,
+        tokens=training.max_length or 1024,
+        micro_batches=training.gradient_accumulation_steps,
+        ranks=training.world_size,
+        loss="chunked" if "nll" in training.loss_type else "full",
+        moments=arguments.moments,
+        master=arguments.master,
+        checkpointing=training.gradient_checkpointing,
+    )
+    config = transformers.AutoConfig.from_pretrained(model.model_name_or_path)
+    try:
+        check_memory(config, setting, torch.cuda.mem_get_info(training.device)[1])
+    except MemoryError as error:
+        sys.exit(f"finetune.py: {error}")
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -133,6 +156,7 @@ def main() -> None:
         parser.error("say what to train and on what: --model_name_or_path and --dataset_name")
     dataset = examples_of(script, evaluates=training.eval_strategy != "no")
     start = start_of(training)
+    check(model, arguments, training)
     trainer = SFTTrainer(
         model_of(model, arguments, training),
         training,

@@ -21,6 +21,7 @@ LAYERS = (
     "step",
     "optim",
     "offload",
+    "plan",
     "integrations",
     "testing",
     "cli",

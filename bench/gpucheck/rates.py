@@ -17,12 +17,13 @@ from torch import Tensor
 from gpucheck.findings import Context, Finding, Limit, Outcome
 from gpucheck.programs import MARK, measuring, tell
 from superadam.cli.bench import passes
-from superadam.cli.bench.arrays import HYPERPARAMETERS, STEP, PassArrays, bytes_per_element
+from superadam.cli.bench.arrays import HYPERPARAMETERS, STEP, PassArrays
 from superadam.cli.bench.pairs import compare
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 from superadam.kernels.resident_step import ResidentStep
+from superadam.kernels.traffic import bytes_per_element
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.pairs import Action, Comparison, compare
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
+from superadam.kernels.traffic import bytes_per_element
 
 PASSES = (Pass.SPECULATE, Pass.COMMIT, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
 

@@ -9,8 +9,8 @@ class UsageError(Exception):
     """A command cannot do what it was asked; the message says what was wrong, what was expected and what to do."""
 
 
-def require_modules(command: str, *modules: str) -> None:
+def require_modules(command: str, *modules: str, extra: str = "cli") -> None:
     """Raise UsageError unless the optional modules that a command needs are installed."""
     for module in modules:
         if find_spec(module) is None:
-            raise UsageError(f"'superadam {command}' needs {module}; install it with: pip install 'superadam[cli]'")
+            raise UsageError(f"'superadam {command}' needs {module}; install it with: pip install 'superadam[{extra}]'")

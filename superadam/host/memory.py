@@ -69,8 +69,9 @@ class HostNeeds:
         parts = f"{gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients"
         values = gigabytes(self.shadows + self.lists + self.under_way)
         subject = f"training ({parts}, {values} of new values and buckets under way)"
-        remedy = "allow this process more memory, train fewer parameters, or let gradients travel in a narrower "
-        require_memory(host, self.total, subject, remedy + "transfer_dtype", missing=self.missing)
+        remedy = "allow this process more memory, train fewer parameters, store the state in fewer bytes (moments, "
+        remedy += "master), or let gradients travel in a narrower transfer_dtype"
+        require_memory(host, self.total, subject, remedy, missing=self.missing)
 
 
 def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:

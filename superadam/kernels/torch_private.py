@@ -281,3 +281,17 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
             local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     return whole
+
+
+def modes_of_dispatch() -> tuple[Any, Any]:
+    """Return the mode under which tensors have no memory, and the class of modes that see every operation.
+
+    Importing them takes a while. `superadam plan` needs them, and no training does.
+
+    Raises:
+        ImportError: torch has them no longer.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return FakeTensorMode, TorchDispatchMode

@@ -96,7 +96,14 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
         resident = math.ceil(bytes_of_resident(optimizer) * resident)
         free = device.free_bytes()
         run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
-    # A bucket holds less than bucket_numel before the piece that fills it.
+    return with_bucket(run, widest, placement)
+
+
+def with_bucket(run: HostNeeds, widest: int, placement: Placement) -> HostNeeds:
+    """Return the needs with the largest bucket: it holds less than `bucket_numel` before the piece that fills it.
+
+    `widest` is the most bytes of an element that travels.
+    """
     return replace(run, largest=run.largest + widest * aligned(placement.bucket_numel))
 
 

@@ -24,14 +24,12 @@ from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import is_short_of_memory
+from superadam.offload.placement import PACKED_UNDER_WAY, room_for_new_values
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.new_values import NewValues, Shadow
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import Pending, Piece, Slot
-
-USED_SHARE = 0.9  # of the room on a device that is short of memory
-PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
 
 
 class _HeldBytes:
@@ -199,10 +197,10 @@ class Transfers(NewValues):
         self._most_travelled = travelled
         missing = travelled - self._most_packed  # what was there at once is part of the device's peak
         free = self.device.free_bytes() if missing > 0 else None
-        if free is None or free >= missing or self.is_short:
+        room = room_for_new_values(travelled, self._most_packed, self._largest, free)
+        if room is None or self.is_short:
             return 0
-        under_way = (PACKED_UNDER_WAY + 2) * self._largest  # with one that is packed, and one that is being freed
-        self.is_short, self._room = True, max(0, int(USED_SHARE * (free + self._most_packed - under_way)))
+        self.is_short, self._room = True, room
         return max(0, travelled - self._room)
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:

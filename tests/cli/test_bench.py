@@ -15,12 +15,13 @@ from support.actions_on_a_clock import Clock
 
 from superadam.cli import main as cli
 from superadam.cli.bench import command, floor, passes
-from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
 from superadam.cli.bench.passes import Setting
 from superadam.cli.usage import UsageError
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
+from superadam.kernels.traffic import bytes_per_element
 from superadam.state.parameter import Master, Moments, Storage
 
 NUMEL = 3 * native.CHUNK

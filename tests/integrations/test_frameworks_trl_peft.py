@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from integrations.test_offload_trainer import compare, norms
 from peft import LoraConfig, get_peft_model
 from support.frameworks import dtypes
-from support.presets import PRESETS
+from support.presets import PRESETS, row
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -153,16 +153,17 @@ def test_presets(name):
     preset = PRESETS[name]
     parser = TrlParser((FineTuning, ScriptArguments, SFTConfig, ModelConfig))
     path = EXAMPLES / "presets" / f"{name}.yaml"
-    _, script, training, model = parser.parse_args_and_config(["--config", str(path), "--use_cpu"])
-    assert sum(parameter.numel() for parameter in preset.model().parameters()) == preset.parameters
-    assert name in model.model_name_or_path.lower()
+    arguments, script, training, model = parser.parse_args_and_config(["--config", str(path), "--use_cpu"])
+    assert name.removesuffix("-24gb") in model.model_name_or_path.lower()
+    assert (arguments.moments, arguments.master) == (preset.moments, preset.master)
     assert script.dataset_name is None
-    assert training.per_device_train_batch_size * training.gradient_accumulation_steps * preset.gpus == 4
-    assert (training.max_length, training.gradient_checkpointing, training.loss_type) == (preset.sequence, True, "nll")
+    assert training.per_device_train_batch_size == preset.sequences
+    assert training.gradient_accumulation_steps == preset.micro_batches
+    assert (training.max_length, training.gradient_checkpointing, training.loss_type) == (preset.tokens, True, "nll")
     assert (model.dtype, training.bf16, training.optim) == ("bfloat16", False, "adamw_torch_fused")
-    assert preset.row(name) in (EXAMPLES.parent / "docs" / "presets.md").read_text()
-    needs_launch = f"--config_file examples/presets/fsdp2.yaml --num_processes {preset.gpus} " in path.read_text()
-    assert needs_launch is (preset.gpus > 1)
+    assert row(name, preset) in (EXAMPLES.parent / "docs" / "presets.md").read_text()
+    needs_launch = f"--config_file examples/presets/fsdp2.yaml --num_processes {preset.ranks} " in path.read_text()
+    assert needs_launch is (preset.ranks > 1)
 
 
 def test_presets_are_launched_with_fsdp2():

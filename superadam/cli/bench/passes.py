@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from superadam.cli.bench import floor
-from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Action, Comparison, compare
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
+from superadam.kernels.traffic import bytes_per_element
 
 PASSES = (
     (Pass.NORM, True),

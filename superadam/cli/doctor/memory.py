@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from superadam.cli.bench import floor
-from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.floor import Variant
 from superadam.cli.doctor.finding import Finding, Status
 from superadam.host.local_ranks import local_rank
@@ -14,6 +14,7 @@ from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, lockable_bytes
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.traffic import bytes_per_element
 from superadam.offload.needs import BYTES_OF_STATE, bytes_of_state
 from superadam.state.parameter import Moments, Storage
 

@@ -1,0 +1,1 @@
+"""`superadam plan`."""

@@ -1,0 +1,197 @@
+"""What `superadam plan` finds out: memory, time at several efficiencies of the GPU, and what would be better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from superadam.cli.plan.operations import Operations, operations
+from superadam.cli.plan.rates import rates_of
+from superadam.cli.plan.remedies import Remedy, remedies
+from superadam.cli.plan.schedule import Part, buckets_of, parts_of
+from superadam.cli.plan.ways import placed, synchronous
+from superadam.offload.needs import bytes_of_state
+from superadam.plan.activations import Activations
+from superadam.plan.events import Clipping, Rates, Step, Work, simulate
+from superadam.plan.machines import Kind, Machine
+from superadam.plan.memory import SIZE, Memory, Setting, Subject, activations_for, memory_of, placement_of, total
+
+EFFICIENCIES = (0.45, 0.55, 0.65)
+"""Shares of the GPU's peak at which the model may compute: nothing but a measurement tells which."""
+
+LATE_BUCKETS = 2
+"""For as many more `step()` may wait where Adam counts as hidden."""
+
+LEAST_GAIN = 0.05
+"""Of tokens per second: a smaller one is not proposed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A step at one efficiency of the GPU.
+
+    Attributes:
+        efficiency: share of the peak, of the hardware's operations.
+        step: seconds; `resident` buckets of `buckets` stay on the GPU.
+        synchronous: seconds where the optimizer begins after backward.
+        on_gpu: seconds with all state on the GPU; None where that does not fit.
+        tokens_per_second, model_rate, hardware_rate: of all ranks, and operations per second of one: those of the
+            model, and with those that the GPU repeats.
+        hides_from: tokens of a step of all ranks from which `step()` hardly waits for the CPU.
+    """
+
+    efficiency: float
+    step: Step
+    resident: int
+    buckets: int
+    synchronous: float
+    on_gpu: float | None
+    tokens_per_second: float
+    model_rate: float
+    hardware_rate: float
+    hides_from: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A change that fits and trains faster: its factor of tokens per second."""
+
+    words: str
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Everything about one model, setting and machine."""
+
+    name: str
+    machine: Machine
+    setting: Setting
+    subject: Subject
+    memory: Memory
+    timings: Sequence[Timing]
+    remedies: Sequence[Remedy]
+    gains: Sequence[Gain]
+
+    @property
+    def kind_of_memory(self) -> Kind:
+        """How far the sums can be trusted: the tensors are exact, the allowances are the machine's."""
+        kinds = [self.machine.gpu_reserved.kind, self.machine.host_reserved.kind]
+        return Kind.weakest([*kinds, *([Kind.ASSUMED] if self.setting.ranks > 1 else [])])
+
+
+def work_of(
+    subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float
+) -> tuple[Work, list[Part], Operations]:
+    """Return what a step's events need."""
+    counted = operations(
+        subject.config, subject.model, setting.sequences, setting.tokens, checkpointing=setting.checkpointing
+    )
+    placement, rate = placement_of(subject, setting), machine.gpu_operations.value * efficiency
+    ordered = [(one, counted.by_parameter.get(name, 0.0)) for name, one in subject.shards(setting.ranks).items()]
+    parts = parts_of(reversed(ordered), placement.bucket_numel)
+    state = bytes_of_state(setting.storage)
+    work = Work(
+        buckets_of(parts, placement),
+        counted.forward / rate,
+        (counted.hardware - counted.forward) / rate,
+        micro_batches=setting.micro_batches,
+        bucket_numel=placement.bucket_numel,
+        size=SIZE,
+        room=memory.room,
+        flows=setting.flows,
+        clipping=Clipping(setting.clipped),
+        resident=2 * state,
+    )
+    return work, parts, counted
+
+
+def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
+    """Return a step's times at an efficiency; `memory` says what is left on the GPU for state."""
+    work, parts, counted = work_of(subject, setting, machine, memory, efficiency)
+    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
+    resident, step = 0, simulate(rates, work)
+    if work.room is None and not setting.flows:
+        placement = placement_of(subject, setting)
+        resident, work, step = placed(rates, work, parts, placement, max(0, memory.free), state)
+    fixed = total(memory.gpu["forward"]) + (state + SIZE) * work.numel
+    on_gpu = None
+    if fixed <= memory.gpu_limit and not setting.flows:
+        on_gpu = step.clock + (work.resident + 2 * SIZE) * work.numel / rates.memory
+    return Timing(
+        efficiency,
+        step,
+        resident,
+        len(work.buckets),
+        synchronous(rates, work),
+        on_gpu,
+        setting.tokens_of_step / step.seconds,
+        counted.model * setting.micro_batches / step.seconds,
+        counted.hardware * setting.micro_batches / step.seconds,
+        hides_from(rates, work) * setting.tokens_of_step,
+    )
+
+
+def hides_from(rates: Rates, work: Work) -> float:
+    """Return the factor by which forward and backward must change for `step()` to wait for no more than it always does.
+
+    What arrives when backward ends, such as the last embedding, nothing hides.
+    """
+
+    def waited(factor: float) -> float:
+        return simulate(rates, replace(work, forward=factor * work.forward, backward=factor * work.backward)).waited
+
+    low, high = 1e-3, 1e3
+    allowed = waited(high) + LATE_BUCKETS * (rates.passes.fused * work.bucket_numel + rates.worker_per_bucket)
+    while high / low > 1.05:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if waited(middle) <= allowed else (middle, high)
+    return high
+
+
+def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activations, efficiency: float) -> list[Gain]:
+    """Return changes that fit and raise tokens per second, the largest gain first."""
+    now = timing_of(subject, setting, machine, memory_of(subject, setting, machine, found), efficiency)
+    changes = [(replace(setting, sequences=k * setting.sequences), f"--batch {k * setting.sequences}") for k in (2, 4)]
+    if setting.micro_batches > 1:
+        fewer = replace(setting, sequences=setting.sequences * setting.micro_batches, micro_batches=1)
+        changes.append((fewer, f"--batch {fewer.sequences} --micro-batches 1"))
+    if setting.checkpointing:
+        changes.append((replace(setting, checkpointing=False), "--no-checkpointing"))
+    if (setting.moments, setting.master) == ("fp32", "fp32"):
+        changes.append((replace(setting, moments="bf16", master="24bit"), "--moments bf16 --master 24bit"))
+    gains = []
+    for changed, words in changes:
+        is_same = (changed.sequences, changed.checkpointing) == (setting.sequences, setting.checkpointing)
+        memory = memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed))
+        if not memory.trains:
+            continue
+        then = timing_of(subject, changed, machine, memory, efficiency)
+        if (factor := then.tokens_per_second / now.tokens_per_second) > 1 + LEAST_GAIN:
+            gains.append(Gain(words, factor))
+    return sorted(gains, key=lambda one: -one.factor)
+
+
+def answer_for(
+    name: str,
+    subject: Subject,
+    setting: Setting,
+    machine: Machine,
+    efficiency: float | None = None,
+    *,
+    looks_for_gains: bool = True,
+) -> Answer:
+    """Return the answer; without an efficiency of the GPU, for a range of them. Gains take as long as all else.
+
+    Raises:
+        UnplannableError: the model's memory cannot be found out.
+    """
+    found = activations_for(subject, setting)
+    memory = memory_of(subject, setting, machine, found)
+    chosen = EFFICIENCIES if efficiency is None else (efficiency,)
+    if not memory.trains:
+        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), [])
+    timings = [timing_of(subject, setting, machine, memory, one) for one in chosen]
+    gains = gains_of(subject, setting, machine, found, chosen[len(chosen) // 2]) if looks_for_gains else []
+    return Answer(name, machine, setting, subject, memory, timings, [], gains)

@@ -1,0 +1,161 @@
+"""`superadam plan`: its options, and the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from superadam.cli.usage import UsageError, require_modules
+from superadam.state.parameter import Master, Moments
+
+UNFIT_STATUS = 1
+
+
+def _count(word: str) -> int:
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{word} is below 1, expected a number of them")
+    return value
+
+
+def _share(word: str) -> float:
+    value = float(word)
+    if not 0 <= value <= 1 or math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{word} is no share, expected 0 to 1")
+    return value
+
+
+def _efficiency(word: str) -> float:
+    value = _share(word)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{word} is no efficiency, expected more than 0 and at most 1")
+    return value
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `plan` to the parser of `superadam`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="say whether a model will fit on a machine, and how fast it will train",
+        description="Say whether training a model fits on a machine, what does not, what would, and how long a step "
+        "takes there. Needs no GPU and downloads nothing. Exits with 1 where training does not fit.",
+        epilog="MODEL is a preset, a folder with a config.json, or a model in the hub's cache. Presets bring --batch, "
+        "--seq, --ranks and --machine along.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, folder, or name in the hub's cache")
+    parser.add_argument("--machine", metavar="M", help="its name, or a TOML file of that form (gh200)")
+    parser.add_argument("--batch", type=_count, metavar="N", help="sequences of a micro-batch of a rank (1)")
+    parser.add_argument("--seq", type=_count, metavar="N", help="tokens of a sequence (4096)")
+    parser.add_argument("--micro-batches", type=_count, metavar="N", help="of a step (1)")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="GPUs among which FSDP2 divides the model (1)")
+    parser.add_argument("--loss", choices=["chunked", "full"], default="chunked", help="logits in parts, or whole")
+    parser.add_argument("--moments", choices=[one.value for one in Moments], help="how they are stored (fp32)")
+    parser.add_argument("--master", choices=[one.value for one in Master], help="how masters are stored (fp32)")
+    parser.add_argument(
+        "--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="compute layers again (yes)"
+    )
+    parser.add_argument("--flow", action="store_true", help="weights in host memory (CPUOffloadPolicy)")
+    parser.add_argument("--gpu-efficiency", type=_efficiency, metavar="X", help="share of its peak (0.45, 0.55, 0.65)")
+    parser.add_argument("--clipped", type=_share, default=0.0, metavar="SHARE", help="of steps that are clipped (0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help="write a machine with this CPU's passes there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, and show the answer; return 1 where training does not fit.
+
+    Raises:
+        UsageError: a module is not installed, or the model or the machine cannot be planned.
+    """
+    require_modules("plan", "transformers", extra="plan")
+    require_modules("plan", "rich", extra="plan")
+    from superadam.plan import UnplannableError, machines
+
+    try:
+        if arguments.measure is not None:
+            return _measure(arguments)
+        if arguments.model is None:
+            raise UsageError("superadam plan needs a MODEL, a preset such as phi-4; name one")
+        from superadam.cli.plan.answer import answer_for
+        from superadam.cli.plan.presets import config_of
+        from superadam.cli.plan.report import to_json
+        from superadam.plan.memory import Subject
+
+        setting, machine_name = setting_of(arguments)
+        machine = machines.read(machine_name)
+        subject = Subject.of(config_of(arguments.model))
+        answer = answer_for(arguments.model, subject, setting, machine, arguments.gpu_efficiency)
+    except UnplannableError as error:
+        raise UsageError(str(error)) from error
+    if arguments.json:
+        sys.stdout.write(json.dumps(to_json(answer), indent=1) + "\n")
+    else:
+        show(answer)
+    return 0 if answer.memory.trains else UNFIT_STATUS
+
+
+def setting_of(arguments: argparse.Namespace) -> tuple[Any, str]:
+    """Return how a model is trained and on which machine: as its preset says, but for the options that are given."""
+    from superadam.cli.plan.presets import presets
+    from superadam.plan.memory import Setting
+
+    setting, machine = Setting(loss=arguments.loss, checkpointing=arguments.checkpointing), "gh200"
+    if (preset := presets().get(arguments.model)) is not None:
+        machine = preset.machine
+        names = ("sequences", "tokens", "ranks", "micro_batches", "moments", "master")
+        setting = replace(setting, **{name: getattr(preset, name) for name in names})
+    given = {
+        "sequences": arguments.batch,
+        "tokens": arguments.seq,
+        "micro_batches": arguments.micro_batches,
+        "ranks": arguments.ranks,
+        "moments": arguments.moments,
+        "master": arguments.master,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return replace(setting, **chosen, flows=arguments.flow, clipped=arguments.clipped), arguments.machine or machine
+
+
+def show(answer: Any) -> None:
+    """Print an answer as tables."""
+    from superadam.cli.console import Console
+    from superadam.cli.plan import report
+
+    console = Console()
+    console.print(report.title(answer), highlight=False)
+    console.print(report.memory_table(answer))
+    for line in report.verdict(answer):
+        console.print(line, style="bold", highlight=False)
+    if answer.timings:
+        console.print(report.time_table(answer))
+        for line in report.picture(answer.timings[len(answer.timings) // 2]):
+            console.print(line, highlight=False, no_wrap=True)
+    for line in report.notes(answer):
+        console.print(line, style="dim", highlight=False)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from superadam.cli.bench import report
+    from superadam.cli.bench.command import NUMEL, PAIRS, setting_of
+    from superadam.cli.bench.passes import measure
+    from superadam.cli.console import Console
+    from superadam.cli.plan.measure import measured, to_toml
+    from superadam.host.machine import Host
+    from superadam.host.memory import HostMemory
+    from superadam.plan import machines
+
+    if arguments.measure.exists() or not arguments.measure.parent.is_dir():
+        raise UsageError(f"--measure {arguments.measure} exists or has no folder, expected a new file; name another")
+    base = machines.read(arguments.machine or "gh200")
+    with Console(stderr=True).status("measuring passes"):
+        rows = [report.pass_as_json(row) for row in measure(NUMEL, [setting_of()], PAIRS)]
+    source = report.Environment.here().in_words()
+    machine = measured(base, rows, HostMemory.of(Host()).limit, f"superadam bench: {source}")
+    arguments.measure.write_text(to_toml(machine))
+    return 0

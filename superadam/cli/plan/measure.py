@@ -1,0 +1,41 @@
+"""A machine's file with the passes of this machine's CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from superadam.plan import UnplannableError
+from superadam.plan.machines import Kind, Machine, Rate
+
+
+def measured(base: Machine, rows: Iterable[Mapping[str, Any]], host_bytes: int, source: str) -> Machine:
+    """Return a machine with the passes that `superadam bench --json` has measured, and this host's memory."""
+    seconds = {
+        (row["pass"], row["norm"]): row["seconds"]["median"] / row["numel"] for row in rows if row["moments"] == "f32"
+    }
+    wanted = {"norm": ("norm", True), "speculate": ("speculate", True), "commit": ("commit", False)}
+    wanted |= {"fused": ("commit_and_speculate", True), "update": ("update", False)}
+    if missing := [key for key, row in wanted.items() if row not in seconds]:
+        raise UnplannableError(
+            f"the results have no {missing[0]} over fp32 state, expected those of all passes; run superadam bench"
+        )
+    passes = {key: Rate(seconds[row], Kind.MEASURED, source) for key, row in wanted.items()}
+    memory = Rate(host_bytes, Kind.MEASURED, source)
+    return replace(base, title=f"{base.title}, with this CPU", passes=passes, host_memory=memory)
+
+
+def to_toml(machine: Machine) -> str:
+    """Return the text of a machine's file."""
+
+    def line(name: str, one: Rate) -> str:
+        source = one.source.replace("\\", "\\\\").replace('"', '\\"')
+        return f'{name} = {{ value = {one.value!r}, kind = "{one.kind.value}", source = "{source}" }}'
+
+    every = {one.name: getattr(machine, one.name) for one in fields(machine)}
+    lines = [f'title = "{machine.title}"', f"one_memory = {str(machine.one_memory).lower()}"]
+    lines += [line(name, one) for name, one in every.items() if isinstance(one, Rate)]
+    if machine.passes is not None:
+        lines += ["", "[passes]", *(line(name, one) for name, one in machine.passes.items())]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,65 @@
+"""Floating-point operations of a model's forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from superadam.plan.models import experts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Floating-point operations of one micro-batch of one rank; a multiplication and an addition are two.
+
+    Attributes:
+        forward: 2 for each parameter that a token is multiplied with, and 4 for each of the pairs of positions that
+            attention looks at, times the width of all heads. Backward has twice as many, and those are the model's.
+        repeated: what the hardware computes again: every layer with checkpointing, and the scores of attention, which a
+            fused kernel does not keep.
+        by_parameter: work of backward behind each parameter's gradient, by name, as a share of all.
+    """
+
+    forward: float
+    repeated: float
+    by_parameter: Mapping[str, float]
+
+    @property
+    def model(self) -> float:
+        """Forward and backward, nothing counted twice."""
+        return 3 * self.forward
+
+    @property
+    def hardware(self) -> float:
+        """What the GPU computes."""
+        return self.model + self.repeated
+
+
+def operations(
+    config: PreTrainedConfig, model: nn.Module, sequences: int, tokens: int, *, checkpointing: bool
+) -> Operations:
+    """Count what a micro-batch computes; `model` may be meta."""
+    visited = getattr(config, "num_experts_per_tok", 0) / (experts_of(config) or 1)
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    is_tied = inner.weight is outer.weight
+    work = {
+        name: one.numel() * (visited if ".experts." in name else 1.0) * (one.dim() > 1)
+        for name, one in model.named_parameters()
+        if one is not inner.weight or is_tied
+    }
+    heads = getattr(config, "num_attention_heads", 0)
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = min(tokens, getattr(config, "sliding_window", None) or tokens)
+    seen = {kind: tokens * window if "sliding" in kind and window < tokens else tokens**2 / 2 for kind in set(kinds)}
+    scores = sequences * width * 4.0 * sum(seen[kind] for kind in kinds)
+    linear = 2.0 * sum(work.values()) * sequences * tokens
+    head = 2.0 * outer.weight.numel() * sequences * tokens
+    again = (linear - head + scores) * checkpointing + 0.5 * scores
+    if (name := next((name for name, one in model.named_parameters() if one is outer.weight), None)) and not is_tied:
+        work[name] *= 2 / 3  # without recomputation
+    every = sum(work.values())
+    return Operations(linear + scores, again, {name: one / every for name, one in work.items()})

@@ -1,0 +1,72 @@
+"""What is to be trained: a preset, a folder with a `config.json`, or a model in the hub's cache.
+
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from superadam.plan import UnplannableError
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A published model, and how its preset trains it; `presets.toml` says what each field is."""
+
+    parameters: int
+    source: str
+    model_type: str
+    ranks: int
+    sequences: int
+    tokens: int
+    dimensions: Mapping[str, Any]
+    micro_batches: int = 1
+    moments: str = "fp32"
+    master: str = "fp32"
+    machine: str = "gh200"
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The configuration as it was published, up to what changes no size."""
+        found: PreTrainedConfig = AutoConfig.for_model(self.model_type, **self.dimensions)
+        return found
+
+
+@functools.cache
+def presets() -> dict[str, Preset]:
+    """Return all presets by name."""
+    text = resources.files("superadam.cli.plan").joinpath("presets.toml").read_text()
+    return {name: Preset(**row) for name, row in tomllib.loads(text).items()}
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """Return the configuration of a preset, a folder, or a model of the hub's cache.
+
+    Raises:
+        UnplannableError: there is none.
+    """
+    if model in presets():
+        return presets()[model].config
+    is_folder = Path(model).is_dir() or model.startswith((".", os.sep))
+    what = f"{model} is no preset ({', '.join(presets())})"
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        where = "a folder with a config.json that transformers reads" if is_folder else "a model of the hub's cache"
+        reason = str(error).strip().split("\n")[0]
+        raise UnplannableError(
+            f"{what}, and not {where} ({reason}); name one of these, or put the model's config.json into a folder"
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # it is trained in 16 bits
+    return config

@@ -1,0 +1,205 @@
+"""An answer in words and as JSON; every number says how far it can be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from superadam.cli.plan.answer import Answer, Timing
+from superadam.plan.machines import Kind
+from superadam.plan.memory import MAPPED, RESUMING, SAVING, TRAINING, total
+
+WIDTH = 36  # characters of the picture
+LETTERS = {Kind.EXACT: "", Kind.MEASURED: "m", Kind.PUBLISHED: "p", Kind.ASSUMED: "a"}
+CAUSES = {
+    "waited": "waiting for the CPU",
+    "stalled": "waiting for the link",
+    "python": "Python in step()",
+    "updated": "clipped steps",
+    "published": "publication",
+}
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes as the answer writes them."""
+    return f"{size / 1e9:,.1f} GB"
+
+
+def title(answer: Answer) -> str:
+    """Return the first line."""
+    s, subject = answer.setting, answer.subject
+    words = f"{answer.name}: {subject.parameters:,} parameters (exact) on {answer.machine.title}"
+    words += f", {s.ranks} ranks" if s.ranks > 1 else ""
+    words += f"; {s.micro_batches} x {s.sequences} x {s.tokens} tokens a rank, loss {s.loss}, state {s.moments} moments"
+    words += f" and {s.master} masters, checkpointing {'on' if s.checkpointing else 'off'}"
+    return words + (", weights flow" if s.flows else "")
+
+
+def memory_table(answer: Answer) -> Table:
+    """Return categories by moment: rows of categories, GB."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("GB of a rank")
+    table.add_column("at its peak", justify="right")
+    table.add_column("of", justify="right")
+    table.add_column("made of", overflow="fold")
+    memory, machine = answer.memory, answer.machine
+    for place, moments, limit in (
+        ("GPU", memory.gpu, machine.gpu_memory),
+        ("host", memory.host, machine.host_memory),
+    ):
+        for moment, categories in moments.items():
+            size = total(categories)
+            parts = ", ".join(
+                f"{name} {each / 1e9:.1f}{_mark(answer, name)}" for name, each in categories.items() if each
+            )
+            style = "" if size <= limit.value else "bold red"
+            of = f"{limit.value / 1e9:.1f}{LETTERS[limit.kind]}"
+            table.add_row(
+                f"{place}, {moment}", f"{size / 1e9:.1f}{LETTERS[answer.kind_of_memory]}", of, parts, style=style
+            )
+    return table
+
+
+def _mark(answer: Answer, category: str) -> str:
+    kinds = {
+        "context and fragments": answer.machine.gpu_reserved.kind,
+        "process": answer.machine.host_reserved.kind,
+        "gathered weights": Kind.ASSUMED,
+        "gradients that are reduced": Kind.ASSUMED,
+    }
+    return LETTERS[kinds.get(category, Kind.EXACT)]
+
+
+def verdict(answer: Answer) -> Iterator[str]:
+    """Yield what fits, what does not, and what would."""
+    memory = answer.memory
+    if memory.trains:
+        yield "training fits"
+    for place, moment, size, limit in memory.problems:
+        what = {RESUMING: "resuming", MAPPED: "resuming", SAVING: "saving in the background"}.get(moment, "training")
+        where = "" if moment in (RESUMING, MAPPED, SAVING, TRAINING) else f" at {moment}"
+        yield f"{what} does not fit: the {place} needs {gigabytes(size)}{where}, and has {gigabytes(limit)}"
+        if moment == RESUMING and MAPPED in memory.host and total(memory.host[MAPPED]) <= limit:
+            yield (
+                "with a file that is mapped, torch.load(..., mmap=True), as with offload(trainer), resuming needs "
+                f"{gigabytes(total(memory.host[MAPPED]))}"
+            )
+        if moment == SAVING:
+            yield "saving that waits (wait=True) takes no copy of the state"
+    for one in answer.remedies:
+        peaks = (max(map(total, one.memory.gpu.values())), total(one.memory.host[TRAINING]))
+        yield f"it fits with {one.words}: {gigabytes(peaks[0])} on the GPU, {gigabytes(peaks[1])} on the host"
+    if not memory.trains and not answer.remedies:
+        yield (
+            "no change that was tried would make it fit: chunked loss, checkpointing, smaller state, fewer sequences, "
+            "up to 16 times the ranks, and weights that flow"
+        )
+    if memory.waiting:
+        seconds = memory.waiting / answer.machine.upload.value
+        yield (
+            f"{gigabytes(memory.waiting)} of new values have no room on the GPU: they wait on the host, and their "
+            f"publication over the link takes {seconds:.3f} s{LETTERS[answer.machine.upload.kind]} of each step"
+        )
+    if memory.cut:
+        names = ", ".join(memory.cut[:3]) + (f" and {len(memory.cut) - 3} more" if len(memory.cut) > 3 else "")
+        yield f"larger than a bucket, and cut: {names}"
+
+
+def time_table(answer: Answer) -> Table:
+    """Return a column for each efficiency of the GPU."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    kind = LETTERS[Kind.ASSUMED]  # as is the GPU's efficiency
+    table.add_column("the GPU reaches, of its peak")
+    for one in answer.timings:
+        table.add_column(f"{one.efficiency:.2f}a", justify="right")
+    rows: dict[str, Callable[[Timing], str]] = {
+        "seconds of a step": lambda t: f"{t.step.seconds:.3f}",
+        "of forward and backward": lambda t: f"{t.step.clock:.3f}",
+        "of Adam on the CPU, by itself": lambda t: f"{t.step.adam:.3f}",
+        "hidden share of Adam": lambda t: f"{t.step.hidden:.2f}",
+        "tokens/s": lambda t: f"{t.tokens_per_second:,.0f}",
+        "TFLOP/s of a GPU, the model's": lambda t: f"{t.model_rate / 1e12:.0f}",
+        "TFLOP/s of a GPU, the hardware's": lambda t: f"{t.hardware_rate / 1e12:.0f}",
+        "resident buckets": lambda t: f"{t.resident} of {t.buckets}",
+        **{f"exposed: {words}": functools.partial(_exposed, name) for name, words in CAUSES.items()},
+        "seconds without overlap": lambda t: f"{t.synchronous:.3f}",
+        "seconds with all state on the GPU": lambda t: "no room" if t.on_gpu is None else f"{t.on_gpu:.3f}",
+        "Adam is hidden from, tokens": lambda t: f"{t.hides_from:,.0f}",
+    }
+    for words, cell in rows.items():
+        found = [cell(one) for one in answer.timings]
+        table.add_row(words, *(one + kind * one[0].isdigit() for one in found))
+    return table
+
+
+def _exposed(cause: str, timing: Timing) -> str:
+    return f"{getattr(timing.step, cause):.3f}"
+
+
+def picture(timing: Timing) -> list[str]:
+    """Return a step as bars: what the GPU computes, and what the step is longer by."""
+    step = timing.step
+    bars = {"forward, backward": step.clock, **{words: getattr(step, name) for name, words in CAUSES.items()}}
+    longest = max(step.seconds, step.clock)
+    lines, begin = [], 0.0
+    for words, seconds in bars.items():
+        first, last = round(WIDTH * begin / longest), round(WIDTH * min(longest, begin + seconds) / longest)
+        begin += seconds
+        if seconds > 0:
+            lines.append(f"{words:>31} {' ' * first}{'█' * max(1, last - first):<{WIDTH - first}} {seconds:.3f} s")
+    return lines
+
+
+def notes(answer: Answer) -> Iterator[str]:
+    """Yield what a reader needs to know."""
+    yield "No mark: exact, from shapes. m, p, a: from the machine's file or this command, measured, published, assumed."
+    if answer.timings:
+        yield "Times are the machine's by its file; --gpu-efficiency replaces the range, once you have measured it."
+    for one in answer.gains:
+        yield f"{one.words} would make {one.factor:.2f} times the tokens per second"
+
+
+def to_json(answer: Answer) -> dict[str, Any]:
+    """Return everything as plain values: bytes and seconds, each number with its kind."""
+    weak, machine, memory = Kind.ASSUMED, answer.machine, answer.memory
+
+    def marked(value: Any, kind: Kind) -> dict[str, Any]:
+        return {"value": value, "kind": kind.value}
+
+    def moments(found: Any) -> dict[str, Any]:
+        kinds = {letter: kind for kind, letter in LETTERS.items()}
+        return {
+            moment: {name: marked(size, kinds[_mark(answer, name)]) for name, size in one.items()}
+            for moment, one in found.items()
+        }
+
+    def timing(one: Timing) -> dict[str, Any]:
+        flat = dataclasses.asdict(one)
+        values = {**{f"step_{name}": value for name, value in flat.pop("step").items()}, **flat}
+        return {name: marked(value, weak) for name, value in (values | {"hidden_share": one.step.hidden}).items()}
+
+    return {
+        "model": answer.name,
+        "parameters": marked(answer.subject.parameters, Kind.EXACT),
+        "setting": dataclasses.asdict(answer.setting),
+        "machine": {
+            name: {"value": one.value, "kind": one.kind.value, "source": one.source}
+            for name, one in machine.rates.items()
+        },
+        "gpu_bytes": moments(memory.gpu),
+        "gpu_limit": marked(memory.gpu_limit, machine.gpu_memory.kind),
+        "host_bytes": moments(memory.host),
+        "host_limit": marked(memory.host_limit, machine.host_memory.kind),
+        "new_values_on_host": marked(memory.waiting, answer.kind_of_memory),
+        "trains": memory.trains,
+        "resumes": memory.resumes,
+        "verdict": list(verdict(answer)),
+        "remedies": [one.words for one in answer.remedies],
+        "times": [timing(one) for one in answer.timings],
+        "gains": [{"words": one.words, "factor": marked(one.factor, weak)} for one in answer.gains],
+    }

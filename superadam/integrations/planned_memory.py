@@ -1,0 +1,59 @@
+"""The check of a run's memory before its weights are loaded, by the sums of `superadam plan`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from superadam.host.local_ranks import local_rank
+from superadam.host.machine import Host
+from superadam.host.memory import HostMemory, gigabytes
+from superadam.plan import UnplannableError, machines
+from superadam.plan.machines import Kind, Rate
+from superadam.plan.memory import MAPPED, RESUMING, SAVING, Setting, Subject, activations_for, memory_of
+
+
+def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, host: Host | None = None) -> None:
+    """Check that training a model fits on this rank's GPU and its share of the host. Nothing is loaded; takes seconds.
+
+    Args:
+        config: of the model, of which all parameters are trained in bf16.
+        setting: how; `ranks` is the number of all.
+        gpu_bytes: memory of the GPU.
+        host: for tests.
+
+    Raises:
+        MemoryError: it does not; the message names the moment and the remedies. A model whose memory cannot be found
+            out, and a host that does not tell its memory, are not refused.
+    """
+    host = host or Host()
+    try:
+        share = HostMemory.of(host).limit // local_rank(host).count
+        subject = Subject.of(config)
+        found = activations_for(subject, setting)
+    except (UnplannableError, OSError, ValueError):
+        return
+    machine = replace(
+        machines.read("h100"),
+        gpu_memory=Rate(gpu_bytes, Kind.MEASURED, "this GPU"),
+        host_memory=Rate(share, Kind.MEASURED, "this host"),
+    )
+    memory = memory_of(subject, setting, machine, found)
+    problems = [one for one in memory.problems if one[1] not in (SAVING, RESUMING, MAPPED)]
+    if not problems:
+        return
+    place, moment, size, limit = problems[0]
+    remedies = ["fewer sequences in a micro-batch"] if place == "GPU" and setting.sequences > 1 else []
+    if setting.loss == "full":
+        remedies.insert(0, "a loss in chunks (TRL's loss_type nll)")
+    if not setting.checkpointing and place == "GPU":
+        remedies.append("gradient_checkpointing")
+    if place == "host" and (setting.moments, setting.master) == ("fp32", "fp32"):
+        remedies.append("smaller state (moments bf16, master 24bit)")
+    remedies.append("more ranks")
+    where = "" if place == "host" else f" at {moment}"
+    raise MemoryError(
+        f"training needs about {gigabytes(size)} of the {place}'s memory{where}, but this rank can have "
+        f"{gigabytes(limit)} at most; choose {' or '.join(remedies)}"
+    )

@@ -1,0 +1,178 @@
+"""Peak memory of forward and backward, from fake tensors: nothing is allocated or computed.
+
+Two numbers of layers are run, and the peak of all layers lies on the line through both. Fake tensors are on the CPU:
+one on a GPU that requires grad ends the process where torch was built without CUDA.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from superadam.kernels.torch_private import modes_of_dispatch
+from superadam.plan import UnplannableError, attention
+from superadam.plan.models import build, on_meta, period_of, with_layers
+
+LOSS_ROWS = 1024  # tokens whose logits are there together, where the loss is computed in chunks
+
+FORWARD, HEAD, LAYERS = "forward", "head and loss", "layers' backward"
+PHASES = (FORWARD, HEAD, LAYERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes at the peak of each phase beyond parameters, with gradients that leave at once."""
+
+    forward: int
+    head: int  # forward and backward of output layer and loss
+    layers: int  # at the beginning of the layers' backward
+    last: int  # at its end, when one layer is left
+
+
+class Live(modes_of_dispatch()[1]):  # type: ignore[misc]
+    """Counts the bytes of storages that are alive, those made inside included: `now`, and the `peaks` of phases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.phase = 0, FORWARD
+        self.peaks = dict.fromkeys(PHASES, 0)
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that was there before."""
+        storage = tensor.untyped_storage()
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._drop, storage.nbytes()).atexit = False
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self.peaks[phase] = max(self.peaks[phase], self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, Tensor):
+                self.add(one)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        return found
+
+
+def chunked_loss(hidden: Tensor, head: nn.Module, labels: Tensor, rows: int = LOSS_ROWS) -> Tensor:
+    """Return the mean cross entropy of all rows, with the logits of `rows` of them at a time."""
+
+    def part(some: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(head(some).float(), wanted, reduction="sum")
+
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    parts = zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
+    total = torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in parts]).sum()
+    return total / labels.numel()
+
+
+def run(model: Any, tokens: Tensor, loss: str, mode: Live | None = None) -> None:
+    """Make one forward and backward; gradients leave `.grad` at once, as with a scheduler."""
+
+    def leave(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    def begin(phase: str) -> None:
+        if mode is not None:
+            mode.enter(phase)
+
+    hooks = [one.register_post_accumulate_grad_hook(leave) for one in model.parameters() if one.requires_grad]
+    try:
+        begin(FORWARD)
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        begin(HEAD)
+        hidden.register_hook(lambda gradient: begin(LAYERS))
+        head = model.get_output_embeddings()
+        if loss == "chunked":
+            result = chunked_loss(hidden, head, tokens)
+        else:
+            result = model.loss_function(logits=head(hidden), labels=tokens, vocab_size=model.config.vocab_size)
+        del hidden
+        torch.autograd.backward(result)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def recomputing(model: Any, *, is_wanted: bool) -> Any:
+    """Return a model that trains, and computes each layer again in backward if that is wanted."""
+    model.train()
+    if is_wanted:  # its name since transformers 5.23, and before
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return model
+
+
+def peaks_of(
+    config: PreTrainedConfig, sequences: int, tokens: int, *, loss: str = "chunked", checkpointing: bool = True
+) -> dict[str, int]:
+    """Return the bytes at the peak of each phase beyond parameters and buffers, of a model with all its layers.
+
+    It is trained in bf16, with `tokens` of each sequence; a loss that is not "chunked" has whole logits. Raises
+    `UnplannableError` where the model cannot be run so.
+    """
+    attention.register()
+    with modes_of_dispatch()[0](allow_non_fake_inputs=True):
+        model, mode = recomputing(build(config, attention.NAME), is_wanted=checkpointing), Live()
+        for one in (*model.parameters(), *model.buffers()):
+            mode.add(one)
+        begin, calls = mode.now, attention.calls
+        try:
+            with mode:
+                run(model, torch.zeros(sequences, tokens, dtype=torch.long), loss, mode)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+            raise UnplannableError(
+                f"a {config.model_type} cannot be run without values ({reason}), so that its memory is unknown; "
+                "measure it on the machine"
+            ) from error
+    seen = attention.calls - calls
+    if seen < config.num_hidden_layers:
+        raise UnplannableError(
+            f"{config.num_hidden_layers} layers of a {config.model_type} called the attention that can be chosen "
+            f"{seen} times, expected once for each at least, so that the memory of the others is unknown; measure "
+            "it on the machine"
+        )
+    return {phase: peak - begin for phase, peak in mode.peaks.items()}
+
+
+def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, tokens: int, **how: Any) -> Activations:
+    """Return the peaks of the whole model by two runs with few layers; arguments and errors as for `peaks_of`.
+
+    `parameters` is the number of those of the whole model, which has to lie on the line of the two as well.
+    """
+    period, layers = period_of(config), int(config.num_hidden_layers)
+    few = (2 * period, 3 * period)
+    if layers <= few[1]:
+        few = (max(1, layers - period), layers)
+    configs = [with_layers(config, count) for count in few]
+    sizes = [sum(one.numel() for one in on_meta(each).parameters()) for each in configs]
+    rest = (layers - few[1]) // period
+
+    def at(values: list[int], periods: int) -> int:
+        return values[1] + (values[1] - values[0]) * periods * period // max(1, few[1] - few[0])
+
+    if (layers - few[1]) % period or at(sizes, rest) != parameters:
+        raise UnplannableError(
+            f"the layers of a {config.model_type} differ in a way that its layer_types do not tell, expected kinds "
+            "that repeat, so that few of them say nothing of all; measure it on the machine"
+        )
+    runs = [peaks_of(one, sequences, tokens, **how) for one in configs]
+    whole = {phase: at([one[phase] for one in runs], rest) for phase in PHASES}
+    one_left = 1 - few[1] // period
+    return Activations(whole[FORWARD], whole[HEAD], whole[LAYERS], at([one[LAYERS] for one in runs], one_left))

@@ -1,0 +1,116 @@
+"""Machines: rates and sizes of one rank's share, from TOML files, each with where it comes from."""
+
+from __future__ import annotations
+
+import enum
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from superadam.plan import UnplannableError
+
+
+class Kind(enum.Enum):
+    """How far a number can be trusted, from the most to the least."""
+
+    EXACT = "exact"
+    MEASURED = "measured"
+    PUBLISHED = "published"
+    ASSUMED = "assumed"
+
+    @staticmethod
+    def weakest(kinds: Iterable[Kind]) -> Kind:
+        """Return that of what was computed from such numbers."""
+        return max(kinds, key=list(Kind).index, default=Kind.EXACT)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A number of a machine."""
+
+    value: float
+    kind: Kind
+    source: str
+
+
+PASSES = ("norm", "speculate", "commit", "fused", "update")
+"""Fields of `superadam.plan.events.Passes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one rank has; bytes, seconds and operations."""
+
+    title: str
+    gpu_memory: Rate
+    gpu_reserved: Rate  # bytes of CUDA's context, workspaces and fragments
+    gpu_operations: Rate  # peak of dense bf16, per second
+    gpu_bandwidth: Rate  # bytes per second that kernels reach
+    download: Rate  # bytes per second, as is the next
+    upload: Rate
+    host_memory: Rate
+    host_reserved: Rate  # bytes of the process itself
+    cpu_bandwidth: Rate  # bytes per second that all cores reach
+    cpu_cores: Rate
+    cpu_clock: Rate  # hertz
+    cpu_cycles: Rate  # of a core, for the arithmetic of an element
+    worker_per_bucket: Rate  # seconds of Python
+    step_per_bucket: Rate
+    one_memory: bool = False  # whether CPU and GPU share it
+    passes: Mapping[str, Rate] | None = None  # seconds of an element in each of `PASSES`; None: by bytes and cycles
+
+    @property
+    def rates(self) -> dict[str, Rate]:
+        """All numbers by name."""
+        every = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: one for name, one in every.items() if isinstance(one, Rate)} | dict(self.passes or {})
+
+
+def names() -> list[str]:
+    """Return the machines that are described here."""
+    return sorted(file.name[:-5] for file in resources.files("superadam.plan").joinpath("machines").iterdir())
+
+
+def read(name: str) -> Machine:
+    """Return a machine by its name, or from a file of the same form; raises `UnplannableError` for what is wrong."""
+    if name in names():
+        text = resources.files("superadam.plan").joinpath("machines", f"{name}.toml").read_text()
+    elif Path(name).is_file():
+        text = Path(name).read_text()
+    else:
+        raise UnplannableError(
+            f"there is no machine {name}, expected a file or one of {', '.join(names())}; write such a file"
+        )
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UnplannableError(f"{name} cannot be read as TOML ({error}); correct it") from error
+    known = {one.name for one in fields(Machine)}
+    if wrong := sorted({*values} - known | known - {*values, "one_memory", "passes"}):
+        raise UnplannableError(f"{name} has or lacks {wrong[0]}, expected {', '.join(sorted(known))}; correct it")
+    if wrong := sorted({*values.get("passes", PASSES)} ^ {*PASSES}):
+        raise UnplannableError(f"passes of {name} have or lack {wrong[0]}, expected {', '.join(PASSES)}; correct it")
+    plain = {key: values.pop(key) for key in ("title", "one_memory") if key in values}
+    passes = values.pop("passes", None)
+    every = {key: _rate(f"{key} of {name}", one) for key, one in values.items()}
+    found = None if passes is None else {key: _rate(f"passes.{key} of {name}", one) for key, one in passes.items()}
+    return Machine(**plain, **every, passes=found)  # type: ignore[arg-type]
+
+
+def _rate(what: str, row: Any) -> Rate:
+    kinds = [one.value for one in Kind]
+    expected = f"expected a table with value, kind ({', '.join(kinds)}) and source; correct it"
+    if not isinstance(row, dict) or {*row} != {"value", "kind", "source"} or row["kind"] not in kinds:
+        raise UnplannableError(f"{what} is {row!r}, {expected}")
+    value, source = row["value"], row["source"]
+    is_zero_allowed = "reserved" in what or "per_bucket" in what
+    is_number = (
+        isinstance(value, int | float) and math.isfinite(value) and (value > 0 or (is_zero_allowed and value == 0))
+    )
+    if not is_number or not str(source).strip():
+        raise UnplannableError(f"{what} is {row!r}, {expected}")
+    return Rate(float(value), Kind(row["kind"]), str(source))

@@ -1,0 +1,194 @@
+"""Bytes on the GPU and the host, by category and moment, of one rank; what does not fit, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from superadam.host.memory import HostNeeds
+from superadam.offload.needs import needs_of, with_bucket
+from superadam.offload.placement import PACKED_UNDER_WAY, Placement, numel_of_buckets, room_for_new_values
+from superadam.plan.activations import FORWARD, HEAD, LAYERS, Activations, activations_of
+from superadam.plan.machines import Machine
+from superadam.plan.models import on_meta
+from superadam.state.parameter import Master, Moments, Storage
+
+END, STEP = "end of backward", "step()"
+TRAINING, SAVING, RESUMING, MAPPED = "training", "saving in the background", "resuming", "resuming, file mapped"
+SIZE = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a model is trained."""
+
+    sequences: int = 1  # of a micro-batch of a rank
+    tokens: int = 4096  # of a sequence
+    micro_batches: int = 1  # of a step
+    ranks: int = 1  # that FSDP2 divides the model among
+    loss: str = "chunked"  # or "full"
+    moments: str = "fp32"  # as of `superadam.SpeculativeCPUAdam`
+    master: str = "fp32"
+    checkpointing: bool = True  # whether layers are computed again in backward
+    flows: bool = False  # whether weights are in host memory (`CPUOffloadPolicy`)
+    clipped: float = 0.0  # share of steps that are
+
+    @property
+    def storage(self) -> Storage:
+        """How the state is stored."""
+        return Storage(Moments(self.moments), Master(self.master))
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Of all ranks."""
+        return self.sequences * self.tokens * self.micro_batches * self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, without memory."""
+
+    config: PreTrainedConfig
+    model: nn.Module
+    parameters: int  # their elements
+    unit: int  # elements of the largest layer, which FSDP2 gathers
+    root: int  # elements of what belongs to no layer
+
+    @staticmethod
+    def of(config: PreTrainedConfig) -> Subject:
+        """Return the model of a configuration; raises `UnplannableError` where there is none."""
+        model = on_meta(config)
+        sizes: dict[str, int] = {}
+        for name, one in model.named_parameters():
+            _, is_in_layer, rest = name.partition(".layers.")
+            unit = rest.partition(".")[0] if is_in_layer else ""
+            sizes[unit] = sizes.get(unit, 0) + one.numel()
+        root = sizes.pop("", 0)
+        return Subject(config, model, root + sum(sizes.values()), max(sizes.values(), default=0), root)
+
+    def shards(self, ranks: int) -> dict[str, Tensor]:
+        """Return what a rank has of each parameter: FSDP2 divides the first dimension."""
+        whole = dict(self.model.named_parameters())
+        return {name: one.data.new_empty(-(-one.shape[0] // ranks), *one.shape[1:]) for name, one in whole.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank, by moment and category."""
+
+    gpu: Mapping[str, Mapping[str, int]]
+    host: Mapping[str, Mapping[str, int]]
+    gpu_limit: int  # of the machine
+    host_limit: int
+    waiting: int  # new values that wait on the host for the verdict
+    room: int | None  # on the GPU for new values; None where all have room
+    cut: tuple[str, ...] = ()  # names of tensors that are larger than a bucket
+    one_memory: bool = False  # whether both limits are of one memory
+
+    @property
+    def free(self) -> int:
+        """Bytes of the GPU that its peak leaves."""
+        return self.gpu_limit - max(total(one) for one in self.gpu.values())
+
+    @property
+    def problems(self) -> list[tuple[str, str, int, int]]:
+        """What does not fit: place, moment, bytes and limit; training first, and what needs most."""
+        found = []
+        for place, moments, limit in (("GPU", self.gpu, self.gpu_limit), ("host", self.host, self.host_limit)):
+            over = [(place, moment, size, limit) for moment, one in moments.items() if (size := total(one)) > limit]
+            found += sorted(over, key=lambda one: -one[2])
+        if self.one_memory:
+            both = max(map(total, self.gpu.values())) + total(self.host[TRAINING])
+            found += [("GPU and host", TRAINING, both, self.gpu_limit)] if both > self.gpu_limit else []
+        return sorted(found, key=lambda one: one[1] in (SAVING, RESUMING, MAPPED))
+
+    @property
+    def trains(self) -> bool:
+        """Whether training fits; saving and resuming may not."""
+        return all(moment in (SAVING, RESUMING, MAPPED) for _, moment, _, _ in self.problems)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it can be resumed with a second copy of the state."""
+        return self.trains and all(moment not in (RESUMING, MAPPED) for _, moment, _, _ in self.problems)
+
+
+def total(categories: Mapping[str, int]) -> int:
+    """Return the bytes of a moment."""
+    return sum(categories.values())
+
+
+def placement_of(subject: Subject, setting: Setting) -> Placement:
+    """Return the placement that a scheduler begins with."""
+    shards = subject.shards(setting.ranks).values()
+    return Placement(0, numel_of_buckets(sum(one.numel() for one in shards)), None, 1)
+
+
+def activations_for(subject: Subject, setting: Setting) -> Activations:
+    """Return the peaks of forward and backward; raises `UnplannableError`."""
+    how = {"loss": setting.loss, "checkpointing": setting.checkpointing}
+    return activations_of(subject.config, subject.parameters, setting.sequences, setting.tokens, **how)
+
+
+def memory_of(subject: Subject, setting: Setting, machine: Machine, found: Activations) -> Memory:
+    """Return what training takes; `found` has the peaks of forward and backward with this setting."""
+    placement, shards = placement_of(subject, setting), subject.shards(setting.ranks)
+    mine = SIZE * sum(one.numel() for one in shards.values())
+    bucket, largest = SIZE * placement.bucket_numel, SIZE * max(one.numel() for one in shards.values())
+    is_sharded = setting.ranks > 1 or setting.flows
+    fixed = {
+        "weights": 0 if setting.flows else mine,
+        "gathered weights": SIZE * (subject.root + 2 * subject.unit) if is_sharded else 0,
+        "context and fragments": int(machine.gpu_reserved.value),
+    }
+    if setting.micro_batches > 1 and not setting.flows:
+        fixed["gradients of earlier micro-batches"] = mine
+    unit = max(subject.unit, subject.root)
+    reduced = {"gradients that are reduced": (SIZE + 4) * unit if is_sharded else 0}  # whole, and in fp32
+    packed = {"buckets under way": 0 if setting.flows else (PACKED_UNDER_WAY + 1) * bucket}
+    gpu = {
+        FORWARD: fixed | {"activations": found.forward},
+        HEAD: fixed | packed | {"activations": found.head},
+        LAYERS: fixed | packed | reduced | {"activations": found.layers},
+        END: fixed | packed | reduced | {"activations": max(found.last, 0 if is_sharded else largest)},
+    }
+    room, waiting = None, 0
+    limit = int(machine.gpu_memory.value)
+    if not setting.flows:
+        free = limit - max(map(total, gpu.values()))
+        room = room_for_new_values(mine, packed["buckets under way"], bucket, max(0, free))
+        waiting = 0 if room is None else max(0, mine - room)
+        gpu[END] = gpu[END] | {"new values": mine - waiting}
+        gpu[STEP] = fixed | {"new values": mine - waiting}
+    host = _host(shards, setting, machine, placement, waiting, mine)
+    cut = tuple(name for name, one in shards.items() if one.numel() > placement.bucket_numel)
+    return Memory(gpu, host, limit, int(machine.host_memory.value), waiting, room, cut, machine.one_memory)
+
+
+def _host(
+    shards: Mapping[str, Tensor], setting: Setting, machine: Machine, placement: Placement, waiting: int, mine: int
+) -> dict[str, dict[str, int]]:
+    needs, flows = HostNeeds(), setting.flows
+    for one in shards.values():
+        needs += needs_of(one, is_on_host=flows, piece_numel=placement.bucket_numel, storage=setting.storage)
+    if not flows:
+        needs = with_bucket(replace(needs, shadows=waiting), SIZE, placement)
+    reserved = {"process": int(machine.host_reserved.value)} | ({"weights": mine} if flows else {})
+    training = reserved | {
+        "state": needs.state,
+        "gradients": needs.gradients + needs.pending,
+        "new values that wait": needs.shadows,
+        "lists": needs.lists,
+        "buckets under way": needs.under_way,
+    }
+    most = max(needs_of(one, is_on_host=flows, storage=Storage()).state for one in shards.values()) // 3
+    loading = {"process": reserved["process"], "weights": mine, "state": needs.state}
+    return {
+        TRAINING: training,
+        SAVING: training | {"copy of the state": needs.state + most},
+        RESUMING: loading | {"state that is read": needs.state},
+    } | ({} if setting.ranks > 1 else {MAPPED: loading | {"state that is read": most}})

@@ -1,0 +1,55 @@
+"""Models of transformers' configurations, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from superadam.plan import UnplannableError
+
+EXPERTS = "grouped_mm"  # their implementation: the sizes of its tensors depend on no values
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Return the same architecture with another number of layers."""
+    values = config.to_dict() | {"num_hidden_layers": layers}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:layers]
+    changed: PreTrainedConfig = type(config)(**values)
+    return changed
+
+
+def build(config: PreTrainedConfig, attention: str | None = None) -> nn.Module:
+    """Return a model in bf16 on the default device, with this attention; raises `UnplannableError` if there is none."""
+    experts = {"experts_implementation": EXPERTS} if experts_of(config) else {}
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.bfloat16, attn_implementation=attention, **experts
+        )
+    except (ValueError, ImportError, AttributeError, TypeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnplannableError(
+            f"a {config.model_type} cannot be planned ({reason}); expected a causal language model of transformers "
+            "whose attention can be chosen; measure this one on the machine"
+        ) from error
+    return model
+
+
+def on_meta(config: PreTrainedConfig) -> nn.Module:
+    """Return the model in bf16, without memory."""
+    with torch.device("meta"):
+        return build(config)
+
+
+def experts_of(config: PreTrainedConfig) -> int:
+    """Return the number of experts of a layer; 0 for a dense model."""
+    return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)
+
+
+def period_of(config: PreTrainedConfig) -> int:
+    """Return after how many layers the kinds of layers repeat."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"]
+    return next(p for p in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[p:], strict=False)))

@@ -1,0 +1,51 @@
+"""Published figures: every row is in the table, and documents and presets have what the commands print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import published as command
+from measures import published
+
+from superadam.cli.plan.presets import presets
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "plan.md").read_text()
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_row_is_predicted_or_says_what_it_lacks() -> None:
+    names = [row["id"] for row in published.rows()]
+    predicted = set(published.predictions())
+    assert len(names) == len(set(names)) >= 55
+    assert predicted | set(published.MISSING) == set(names)
+    assert not predicted & set(published.MISSING)
+    assert len(predicted) >= 16
+
+
+def test_the_page_has_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["figures"]) == 0
+    assert capsys.readouterr().out in PAGE
+
+
+def test_the_page_has_the_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["gains"]) == 0
+    assert capsys.readouterr().out in PAGE
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_say_what_a_plan_expects(name: str) -> None:
+    row, line = published.expectation(name)
+    assert row in PAGE
+    assert line in (ROOT / "examples" / "presets" / f"{name}.yaml").read_text()
+
+
+def test_bounds_that_no_schedule_can_break() -> None:
+    """The floor of memory lies below every published Adam, and a step without overlap above one with it."""
+    for name, seconds in {"graceadam-1b": 0.082, "graceadam-4b": 0.316, "graceadam-8b": 0.608}.items():
+        assert float(published.predictions()[name]().predicted.split()[0]) < seconds

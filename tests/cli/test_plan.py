@@ -1,0 +1,135 @@
+"""`superadam plan`: its answers, its refusals, and what it never does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superadam.cli.main import main
+from superadam.cli.plan import command
+
+transformers: Any = pytest.importorskip("transformers")
+
+SMALL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return str(tmp_path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["plan", *words])
+    found = capsys.readouterr()
+    return status, " ".join(found.out.split()), found.err
+
+
+def numbers(found: Any, path: str = "") -> Any:
+    """Yield the paths of numbers that say nothing of their kind."""
+    if isinstance(found, dict):
+        for name, one in found.items():
+            if not (name == "value" and "kind" in found):
+                yield from numbers(one, f"{path}/{name}")
+    elif isinstance(found, list):
+        for one in found:
+            yield from numbers(one, path)
+    elif isinstance(found, int | float) and not isinstance(found, bool):
+        yield path
+
+
+def test_every_number_says_how_far_it_can_be_trusted(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", folder, "--json", "--clipped", "0.5", "--seq", "64"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {path for path in numbers(found) if not path.startswith("/setting/")} == set()  # which are given
+    assert found["parameters"]["kind"] == "exact"
+    assert found["trains"] is True
+    assert [one["efficiency"] for one in found["times"]] == [
+        {"value": value, "kind": "assumed"} for value in (0.45, 0.55, 0.65)
+    ]
+
+
+def test_an_efficiency_that_is_given_replaces_the_range(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = said(capsys, folder, "--seq", "64", "--gpu-efficiency", "0.5")
+    assert status == 0
+    assert "training fits" in out
+    assert re.search(r"of its peak 0\.50a ", out)
+    assert "seconds without overlap" in out
+    assert "█" in out
+
+
+def test_what_does_not_fit_ends_with_1_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("llama-3.1-8b", "--machine", "rtx4090-desktop", "--batch", "2")
+    status, out, _ = said(capsys, *words)
+    assert status == 1
+    assert "training does not fit: the host needs" in out
+    assert "it fits with --moments bf16 --master 24bit" in out
+    assert "publication over the link takes" in out
+    assert "larger than a bucket, and cut: model.embed_tokens.weight" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "superadam plan needs a MODEL, a preset such as phi-4; name one"),
+        (("nobody/nothing-here",), "nobody/nothing-here is no preset"),
+        (("phi-4", "--machine", "abacus"), "there is no machine abacus, expected a file or one of"),
+    ],
+)
+def test_what_is_unknown_is_one_sentence(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = said(capsys, *words)
+    assert (status, out) == (2, "")
+    assert expected in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--clipped", "2"], ["--batch", "0"], ["--gpu-efficiency", "0"], ["--seq", "x"]])
+def test_numbers_out_of_range_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["plan", "phi-4", *words])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("superadam.cli.usage.find_spec", lambda name: None)
+    status, _, err = said(capsys, "phi-4")
+    assert status == 2
+    assert "needs transformers; install it with: pip install 'superadam[plan]'" in err
+
+
+def test_measured_passes_are_a_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("superadam.cli.bench.command.NUMEL", 4096)
+    monkeypatch.setattr("superadam.cli.bench.command.PAIRS", 3)
+    file = tmp_path / "here.toml"
+    assert main(["plan", "--machine", "h200", "--measure", str(file)]) == 0
+    assert 'kind = "measured", source = "superadam bench: ' in file.read_text()
+    assert main(["plan", folder, "--seq", "64", "--machine", str(file), "--gpu-efficiency", "0.5"]) == 0
+    status, _, err = said(capsys, "--measure", str(file))
+    assert status == 2
+    assert "exists or has no folder, expected a new file; name another" in err
+
+
+def test_presets_bring_their_setting() -> None:
+    words = ["plan", "qwen3-30b-a3b", "--seq", "1024"]
+    from superadam.cli.main import build_parser
+
+    setting, machine = command.setting_of(build_parser().parse_args(words))
+    assert (setting.ranks, setting.tokens, machine) == (2, 1024, "gh200")

@@ -1,0 +1,81 @@
+"""A run that a GPU or the host cannot hold is refused before its weights are loaded, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.machines import machine
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("trl")
+
+import finetune  # noqa: E402
+
+from superadam.cli.plan.presets import presets  # noqa: E402
+from superadam.host.machine import Host  # noqa: E402
+from superadam.integrations.planned_memory import check_memory  # noqa: E402
+from superadam.plan.memory import Setting  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return presets()["llama-3.1-8b"].config
+
+
+def host_of(folder: Path, gibibytes: int) -> Host:
+    kilobytes = gibibytes << 20
+    return machine(folder, {"/proc/meminfo": f"MemTotal: {kilobytes} kB\nMemAvailable: {kilobytes} kB\n"})
+
+
+def test_what_fits_is_not_refused(llama: Any, tmp_path: Path) -> None:
+    check_memory(llama, Setting(1, 1024), 80 * GIB, host_of(tmp_path, 512))
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpu", "host", "words"),
+    [
+        (Setting(8, 2048, loss="full"), 30, 512, r"GPU's memory at head and loss.*a loss in chunks"),
+        (Setting(8, 1024), 20, 512, r"GPU's memory at .*; choose fewer sequences in a micro-batch or more ranks"),
+        (Setting(2, 2048, checkpointing=False), 24, 512, r"GPU's memory at .*gradient_checkpointing"),
+        (Setting(1, 1024), 80, 110, r"host's memory, .*smaller state \(moments bf16, master 24bit\) or more ranks"),
+    ],
+)
+def test_what_does_not_fit_names_moment_and_remedies(
+    llama: Any, tmp_path: Path, setting: Setting, gpu: int, host: int, words: str
+) -> None:
+    with pytest.raises(MemoryError, match=words):
+        check_memory(llama, setting, gpu * GIB, host_of(tmp_path, host))
+
+
+def test_what_cannot_be_planned_is_not_refused(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model("t5", d_model=16, num_layers=1)
+    check_memory(config, Setting(), 1, host_of(tmp_path, 1))
+
+
+def test_finetune_ends_before_weights_are_loaded(llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the options of TRL as they are parsed; only the GPU is made up."""
+    llama.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 20 * GIB))
+    training = SimpleNamespace(
+        device=torch.device("cuda"),
+        per_device_train_batch_size=4,
+        max_length=4096,
+        gradient_accumulation_steps=1,
+        world_size=1,
+        loss_type="nll",
+        gradient_checkpointing=True,
+    )
+    model = SimpleNamespace(model_name_or_path=str(tmp_path), use_peft=False)
+    arguments = finetune.FineTuning()
+    with pytest.raises(SystemExit, match=r"finetune.py: training needs about .* of the (GPU|host)'s memory"):
+        finetune.check(model, arguments, training)
+    training.device = torch.device("cpu")
+    finetune.check(model, arguments, training)

@@ -1,0 +1,146 @@
+"""The events of a step agree with what the scheduler was measured to take, and go the way that rates do."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superadam.cli.plan.schedule import buckets_of, parts_of
+from superadam.offload.placement import Placement
+from superadam.plan.events import Bucket, Clipping, Passes, Rates, Work, simulate
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+BYTES = {"norm": 2, "speculate": 16, "commit": 26, "fused": 30, "update": 28}
+MEASURED = {"norm": 0.15, "speculate": 0.7, "commit": 0.85, "fused": 1.0, "update": 0.95}
+"""Times of passes in those of the fused one, as `superadam bench` shows them on x86 with 2 cores."""
+
+
+def rows_of(pattern: str) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, float]]]:
+    """Yield rows and sides of stored results of bench/pace.py that use all threads."""
+    for path in sorted(RESULTS.glob(pattern)):
+        found = json.loads(path.read_text())
+        for row in found["rows"]:
+            for side in [*row["placements"], row["auto"]]:
+                if int(side["placement"].split()[2]) == found["environment"]["threads"]:
+                    yield row, side, found["rates"]
+
+
+def predicted(row: dict[str, Any], side: dict[str, Any], rates: dict[str, float], costs: dict[str, float]) -> float:
+    """Return the seconds of an iteration by events; only Adam's time by itself is taken from the row."""
+    total, layers = row["parameters"], row["layers"]
+    kept, size, threads = side["placement"].split()
+    placement = Placement(int(kept), int(float(size.removesuffix("Mi")) * (1 << 20)), None, int(threads))
+    parameters = [(torch.empty(total // layers, dtype=torch.bfloat16, device="meta"), 1 / layers)] * layers
+    buckets = buckets_of(parts_of(parameters, placement.bucket_numel), placement)
+    fused = row["adam_seconds"] / total
+    passes = Passes(**{name: fused * cost / costs["fused"] for name, cost in costs.items()})
+    clipping = Clipping()
+    if row.get("clipped_share", 0.0) > 0.5:
+        clipping = Clipping(1.0, is_predicted=side["accepted"] > 0.1, missed=side["redone"])
+    work = Work(
+        buckets,
+        row["forward_seconds"],
+        row["backward_seconds"],
+        bucket_numel=placement.bucket_numel,
+        clipping=clipping,
+    )
+    return simulate(Rates(rates["memory"], rates["download"], rates["upload"], passes, 3e-4, 9e-5), work).seconds
+
+
+def median_error(pattern: str, costs: dict[str, float], least: float, most: float = 1e9) -> float:
+    errors = []
+    for row, side, rates in rows_of(pattern):
+        if least <= row["ratio"] < most:
+            is_clipped = row.get("clipped_share", 0.0) > 0.5 or not side["seconds"]
+            seconds = side["typical_seconds"] if is_clipped else side["seconds"]["median"]
+            errors.append(abs(predicted(row, side, rates, costs) / seconds - 1))
+    assert len(errors) >= 9
+    return statistics.median(errors)
+
+
+def test_events_agree_with_the_scheduler() -> None:
+    """The bounds are what was found on the two machines whose results are stored; nothing is fitted."""
+    assert median_error("*-pace.json", BYTES, 1.0) < 0.03
+    assert median_error("*-pace.json", BYTES, 0.0, 1.0) < 0.12
+    assert median_error("*-pace.json", MEASURED, 0.0, 1.0) < 0.08
+    assert median_error("*-pace.json", MEASURED, 0.0) < 0.06
+
+
+def test_events_agree_where_every_step_is_clipped() -> None:
+    assert median_error("*pace-clipped*.json", BYTES, 0.0) < 0.06
+
+
+RATES = Rates(3e12, 50e9, 50e9, Passes(2e-11, 2e-10, 3e-10, 4e-10, 3.8e-10), 3e-4, 9e-5, 1e11)
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    count, numel = draw(st.integers(2, 40)), draw(st.sampled_from([1 << 20, 1 << 24]))
+    resident = draw(st.integers(0, count - 1))
+    buckets = [Bucket(numel, (index + 1) / count, index >= count - resident) for index in range(count)]
+    backward = draw(st.floats(0.05, 4.0)) * 4e-10 * numel * count
+    room = draw(st.sampled_from([None, 0.0, float(numel * count)]))
+    share = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    return Work(
+        buckets,
+        backward / 3,
+        backward,
+        micro_batches=draw(st.integers(1, 3)),
+        bucket_numel=numel,
+        room=room if resident == 0 else None,
+        clipping=Clipping(share, is_predicted=draw(st.booleans())),
+    )
+
+
+def a_bucket(rates: Rates, work: Work) -> float:
+    """Return the work of one bucket: an early commit may hold up one that arrives just then."""
+    each = max(rates.passes.fused, rates.passes.commit) * work.clipping.test * 2 + 2 / rates.download + 2 / rates.upload
+    return each * work.bucket_numel + 2 * rates.worker_per_bucket
+
+
+@given(work=works(), name=st.sampled_from(["memory", "download", "upload", "passes"]), factor=st.floats(1.01, 3.0))
+def test_faster_rates_make_no_step_longer(work: Work, name: str, factor: float) -> None:
+    if name == "passes":
+        values = {one: getattr(RATES.passes, one) / factor for one in BYTES}
+        faster = replace(RATES, passes=Passes(**values))
+    else:
+        faster = replace(RATES, **{name: factor * getattr(RATES, name)})
+    assert simulate(faster, work).seconds <= simulate(RATES, work).seconds + a_bucket(RATES, work)
+
+
+@given(work=works(), factor=st.floats(0.1, 0.95))
+def test_fewer_tokens_never_raise_tokens_per_second(work: Work, factor: float) -> None:
+    fewer = replace(work, forward=factor * work.forward, backward=factor * work.backward)
+    allowed = a_bucket(RATES, work)
+    assert factor / (simulate(RATES, fewer).seconds + allowed) <= 1 / simulate(RATES, work).seconds
+
+
+@given(work=works())
+def test_no_step_is_shorter_than_the_model_or_its_copies(work: Work) -> None:
+    step = simulate(RATES, work)
+    leaving = sum(one.numel for one in work.buckets if not one.is_resident)
+    assert step.seconds >= step.clock * (1 - 1e-9)
+    assert step.seconds >= work.size * leaving / RATES.download * (1 - 1e-9)
+    assert step.hidden <= 1.0
+    assert min(step.waited, step.python, step.updated, step.published, step.stalled) >= 0
+
+
+def test_buckets_are_cut_as_the_scheduler_cuts() -> None:
+    """A tensor larger than a bucket sends what has begun; the last pieces stay."""
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((64, 64), (300, 4096), (128,))]
+    parts = parts_of([(one, 1 / 3) for one in tensors], 1 << 19)
+    each = 409_600
+    assert [part.shape.numel() for part in parts] == [4096, each, each, each, 128]
+    buckets = buckets_of(parts, Placement(0, 1 << 19, None, 1))
+    assert [one.numel for one in buckets] == [4096 + 2 * each, each, 128]
+    kept = buckets_of(parts, Placement(1, 1 << 19, None, 1))
+    assert [one.numel for one in kept if not one.is_resident] == [4096 + each]
+    assert [one.numel for one in kept if one.is_resident] == [2 * each, 128]

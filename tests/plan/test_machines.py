@@ -1,0 +1,89 @@
+"""Machines' files: each number has a source, and what is wrong is one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from superadam.cli.plan.measure import measured, to_toml
+from superadam.cli.plan.rates import PASSES, seconds_of
+from superadam.kernels.native import Format
+from superadam.plan import UnplannableError, machines
+from superadam.plan.machines import Kind
+
+
+@pytest.mark.parametrize("name", machines.names())
+def test_numbers_of_a_machine_have_sources(name: str, tmp_path: Path) -> None:
+    machine = machines.read(name)
+    assert all(one.source and one.kind is not Kind.EXACT for one in machine.rates.values())
+    file = tmp_path / "machine.toml"
+    file.write_text(to_toml(machine))
+    assert machines.read(str(file)) == machine
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("download", "uploads", "has or lacks download"),
+        ('kind = "published"', 'kind = "guessed"', "expected a table with value, kind"),
+        ("value = 96e9", "value = -1", "gpu_memory of .* is"),
+        ("value = 96e9", "value = nan", "gpu_memory of .* is"),
+        ("title", "= title", "cannot be read as TOML"),
+    ],
+)
+def test_files_that_are_wrong_are_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+    text = to_toml(machines.read("gh200")).replace("9.6e+10", "96e9").replace("96000000000.0", "96e9")
+    file = tmp_path / "machine.toml"
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(UnplannableError, match=words):
+        machines.read(str(file))
+
+
+def test_unknown_machines_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnplannableError, match=r"there is no machine gh300, expected a file or one of .*gh200"):
+        machines.read("gh300")
+
+
+def test_bytes_and_arithmetic_decide_on_passes() -> None:
+    machine = machines.read("gh200")
+    fast = seconds_of(machine)
+    assert fast.speculate < fast.commit < fast.fused
+    assert fast.fused == pytest.approx((30 + 4) / machine.cpu_bandwidth.value)
+    assert seconds_of(machine, Format.MASTER_24BIT).fused < fast.fused
+
+
+@given(
+    name=st.sampled_from(["cpu_bandwidth", "cpu_cores", "cpu_clock"]),
+    factor=st.floats(0.01, 0.99),
+    machine=st.sampled_from(machines.names()),
+)
+def test_less_of_a_cpu_makes_no_pass_quicker(name: str, factor: float, machine: str) -> None:
+    before = machines.read(machine)
+    rate = getattr(before, name)
+    after = replace(before, **{name: replace(rate, value=factor * rate.value)})
+    for each in PASSES:
+        assert getattr(seconds_of(after), each) >= getattr(seconds_of(before), each)
+
+
+def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
+    rows = [
+        {"pass": which.name.lower(), "norm": norm, "moments": "f32", "numel": 1000, "seconds": {"median": 1e-6 * cost}}
+        for cost, which in enumerate(PASSES.values(), 1)
+        for norm in (True, False)
+    ]
+    base = machines.read("gh200")
+    machine = measured(base, rows, 10**9, "here")
+    assert seconds_of(machine).fused == pytest.approx(4e-9)
+    assert machine.host_memory.value == 1e9
+    file = tmp_path / "machine.toml"
+    file.write_text(to_toml(machine))
+    assert machines.read(str(file)) == machine
+    with pytest.raises(UnplannableError, match="have no norm over fp32 state"):
+        measured(base, rows[2:], 10**9, "here")

@@ -1,0 +1,137 @@
+"""What fits, what does not, and what the answer says of it; sums are those of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from superadam.cli.plan.presets import presets
+from superadam.cli.plan.remedies import remedies
+from superadam.offload.needs import needs_of
+from superadam.plan import machines
+from superadam.plan.activations import Activations
+from superadam.plan.memory import (
+    RESUMING,
+    TRAINING,
+    Memory,
+    Setting,
+    Subject,
+    activations_for,
+    memory_of,
+    total,
+)
+
+SMALLER = {"moments": "bf16", "master": "24bit"}
+
+
+def planned(name: str, machine: str, **chosen: Any) -> tuple[Subject, Setting, Memory, Activations]:
+    preset = presets()[name]
+    setting = Setting(sequences=preset.sequences, tokens=preset.tokens, ranks=preset.ranks)
+    setting = replace(setting, **chosen)
+    subject = Subject.of(preset.config)
+    found = activations_for(subject, setting)
+    return subject, setting, memory_of(subject, setting, machines.read(machine), found), found
+
+
+@pytest.fixture(scope="module")
+def gpt_oss() -> tuple[Subject, Setting, Memory, Activations]:
+    return planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192)
+
+
+@pytest.mark.slow
+def test_whole_logits_of_gpt_oss_are_refused_and_named() -> None:
+    subject, setting, memory, found = planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192, loss="full")
+    assert not memory.trains
+    place, moment, size, limit = memory.problems[0]
+    assert (place, moment, limit) == ("GPU", "head and loss", 96_000_000_000)
+    assert round((size - memory.gpu[moment]["context and fragments"]) / 1e9) == 126
+    assert remedies(subject, setting, machines.read("gh200"), found)[0].words == "--loss chunked"
+
+
+def test_chunked_loss_of_gpt_oss_fits(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+    memory = gpt_oss[2]
+    assert memory.trains
+    assert max(map(total, memory.gpu.values())) < memory.gpu_limit
+
+
+def test_resuming_gpt_oss_is_refused_where_training_fits(
+    gpt_oss: tuple[Subject, Setting, Memory, Activations],
+) -> None:
+    memory = gpt_oss[2]
+    assert memory.trains
+    assert not memory.resumes
+    assert total(memory.host[RESUMING]) == pytest.approx(544e9, rel=0.005)
+    assert total(memory.host[TRAINING]) - memory.waiting == pytest.approx(307e9, rel=0.005)
+
+
+def test_a_desktop_trains_8_billion_parameters_with_smaller_state_only() -> None:
+    subject, setting, memory, found = planned("llama-3.1-8b", "rtx4090-desktop", sequences=2)
+    assert [problem[:2] for problem in memory.problems if problem[1] == TRAINING] == [("host", TRAINING)]
+    assert not memory.trains
+    machine = machines.read("rtx4090-desktop")
+    smaller = memory_of(subject, replace(setting, **SMALLER), machine, found)
+    assert smaller.trains
+    assert smaller.waiting > 0  # published over the link
+    assert "--moments bf16 --master 24bit" in [one.words for one in remedies(subject, setting, machine, found)]
+
+
+def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+    subject, _, memory, _ = gpt_oss
+    each = [needs_of(one, is_on_host=False) for one in subject.model.parameters()]
+    host = memory.host[TRAINING]
+    assert host["state"] == sum(one.state for one in each)
+    assert host["gradients"] == sum(one.pending for one in each)
+    assert host["lists"] == sum(one.lists for one in each)
+
+
+@given(scales=st.lists(st.floats(0.0, 3.0), min_size=40, max_size=40))
+def test_measured_categories_replace_those_of_a_plan(
+    gpt_oss: tuple[Subject, Setting, Memory, Activations], scales: list[float]
+) -> None:
+    """It fits if no moment of the measured ones exceeds its limit, whatever was planned."""
+    memory, numbers = gpt_oss[2], iter(scales)
+
+    def scaled(moments: Any) -> Any:
+        return {
+            moment: {name: int(next(numbers, 1.0) * size) for name, size in one.items()}
+            for moment, one in moments.items()
+        }
+
+    found = replace(memory, gpu=scaled(memory.gpu), host=scaled(memory.host))
+    fits = all(total(one) <= found.gpu_limit for one in found.gpu.values())
+    assert found.trains is (fits and total(found.host[TRAINING]) <= found.host_limit)
+
+
+def test_ranks_divide_what_they_shard() -> None:
+    machine, found = machines.read("h200"), Activations(0, 0, 0, 0)
+    subject = Subject.of(presets()["qwen3-30b-a3b"].config)
+    two, four = (memory_of(subject, Setting(ranks=ranks), machine, found) for ranks in (2, 4))
+    assert four.host[TRAINING]["state"] == pytest.approx(two.host[TRAINING]["state"] / 2, rel=1e-3)
+    assert four.gpu["forward"]["gathered weights"] == two.gpu["forward"]["gathered weights"]
+
+
+def test_one_memory_holds_both(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+    subject, setting, _, found = gpt_oss
+    memory = memory_of(subject, setting, machines.read("mi300a"), found)
+    assert ("GPU and host", TRAINING) in [problem[:2] for problem in memory.problems]
+
+
+def test_accumulated_gradients_stay_on_the_gpu(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+    subject, setting, memory, found = gpt_oss
+    accumulated = memory_of(subject, replace(setting, micro_batches=2), machines.read("gh200"), found)
+    more = total(accumulated.gpu["forward"]) - total(memory.gpu["forward"])
+    assert more == 2 * subject.parameters
+
+
+def test_weights_that_flow_leave_the_gpu() -> None:
+    _, _, memory, _ = planned("phi-4", "rtx4090-workstation", sequences=1, flows=True)
+    assert memory.trains
+    assert memory.waiting == 0
+    assert memory.gpu["forward"]["weights"] == 0
+    assert memory.host[TRAINING]["weights"] == 2 * presets()["phi-4"].parameters
