@@ -138,6 +138,16 @@ def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank: int) -> None:
     assert losses == pytest.approx(expected_losses("zero3-2"), rel=TOLERANCE)
 
 
+def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = SpeculativeCPUAdamW([parameter])
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+    entry = {"step": 7, "exp_avg": torch.rand(3), "exp_avg_sq": torch.rand(3)}
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": [{**group, "amsgrad": False, "params": [0]}]})
+    assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], entry["exp_avg_sq"])
+    assert (optimizer.state[parameter]["step"], optimizer.param_groups[0]["lr"]) == (7, 0.1)
+
+
 def masters_on_ranks(rank: int, folder: str) -> None:
     model, optimizer = training(is_sharded=True)
     deepspeed.load(DATA / "zero3-2", model, optimizer)
