@@ -166,11 +166,11 @@ def report(trainer: SFTTrainer) -> None:
     last = history[-1]
     tokens = max((entry.get("num_tokens", 0) for entry in history), default=0)
     peaks = f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
-    if torch.cuda.is_available():
-        peaks += f", GPU {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+    peaks += f", GPU {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if torch.cuda.is_available() else ""
     print(f"peak memory: {peaks}; {tokens / max(last['train_runtime'], 1e-9):,.0f} tokens/s")
     if "superadam_committed" in last:
-        counts = ", ".join(f"{last[f'superadam_{name}']} {name}" for name in ("committed", "clipped", "skipped"))
+        done, clipped, skipped = (last[f"superadam_{name}"] for name in ("committed", "clipped", "skipped"))
+        counts = f"{done + clipped} applied, {clipped} of them clipped, {skipped} skipped"
         print(f"steps: {counts}; hidden: {last['superadam_hidden_share']:.0%} of the optimizer's work")
 
 
