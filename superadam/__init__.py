@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from superadam.devices.worker import WorkerError
 from superadam.kernels.native import active_isa, available_isas, get_num_threads, set_num_threads
 from superadam.offload.placement import Placement
 from superadam.offload.scheduler import OffloadScheduler
@@ -18,6 +19,7 @@ __all__ = [
     "Statistics",
     "StepKind",
     "StepOutcome",
+    "WorkerError",
     "active_isa",
     "available_isas",
     "get_num_threads",

@@ -19,7 +19,12 @@ from typing import IO, Any, NoReturn
 
 from superadam.cli.usage import UsageError
 
-COMMANDS = ("superadam.cli.doctor.command", "superadam.cli.bench.command", "superadam.cli.plan.command")
+COMMANDS = (
+    "superadam.cli.doctor.command",
+    "superadam.cli.bench.command",
+    "superadam.cli.plan.command",
+    "superadam.cli.convert.command",
+)
 """Modules that each add one subcommand, in the order in which `superadam --help` lists them."""
 
 USAGE_STATUS = 2  # for input that has to be corrected first, as in argparse

@@ -14,7 +14,7 @@ from measures.state_formats import FORMATS, OverMasters
 from measures.state_training import FINE_TUNING, FROM_SCRATCH, SpreadOfRuns
 from torch.optim import AdamW
 
-from superadam.cli.bench.arrays import state_bytes
+from superadam.kernels.traffic import state_bytes
 from superadam.kernels.native import Dtype, Pass
 
 BETAS = (0.9, 0.999)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed
 import train
+from support import deepspeed_run
 from torch import nn
 from torch.distributed import run as torchrun
 
@@ -116,7 +118,20 @@ def trainer(folder: Path) -> Names:
     }
 
 
-GIVEN: dict[str, Callable[[Path], Names]] = {"training": training, "one_rank": one_rank, "trainer": trainer}
+def zero_run(folder: Path) -> Names:
+    """Return a folder with a run of DeepSpeed, and the model and optimizer that continue it."""
+    pytest.importorskip("safetensors")
+    shutil.copytree(ROOT / "tests/integrations/deepspeed_data/zero3-2", folder / "run")
+    model = deepspeed_run.Model().to(torch.bfloat16)
+    return {"model": model, "optimizer": SpeculativeCPUAdamW(deepspeed_run.groups_of(model)), "folder": folder}
+
+
+GIVEN: dict[str, Callable[[Path], Names]] = {
+    "training": training,
+    "one_rank": one_rank,
+    "trainer": trainer,
+    "zero_run": zero_run,
+}
 
 
 # ---- tests ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,331 @@
+"""What each key of DeepSpeed 0.19.8's configuration is called here.
+
+Keys are those of `runtime/constants.py`, `precision_config.py`, `zero/config.py` and `zero/offload_config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from superadam.cli.usage import UsageError
+
+AUTO = "auto"
+"""What a Trainer replaces with its own arguments."""
+
+_NVME = "state has to fit into host memory"
+_FSDP2 = "which modules are given to fully_shard decides"
+_LOGGED = "a Trainer reports by report_to; in a loop, log scheduler.statistics"
+
+NO_COUNTERPART = {
+    "train_batch_size": "the product of batch size, accumulation and ranks",
+    "steps_per_print": _LOGGED,
+    "wall_clock_breakdown": "scheduler.statistics and scheduler.export_trace(path) tell it",
+    "memory_breakdown": "superadam doctor tells of memory",
+    "dump_state": "there is no engine to describe",
+    "prescale_gradients": "FSDP2 averages gradients",
+    "gradient_predivide_factor": "FSDP2 averages gradients",
+    "sparse_gradients": "sparse gradients are refused",
+    "communication_data_type": "reduce_dtype of FSDP2's MixedPrecisionPolicy",
+    "data_types": "scheduler.accumulate(dtype=torch.float32) adds gradients up in fp32",
+    "zero_allow_untested_optimizer": "there is one optimizer",
+    "zero_force_ds_cpu_optimizer": "there is one optimizer",
+    "torch_autocast": "torch.autocast in the loop, or bf16=True of a Trainer",
+    "amp": "torch.autocast in the loop, or bf16=True of a Trainer",
+    "activation_checkpointing": "torch.utils.checkpoint, or gradient_checkpointing=True of a Trainer",
+    "aio": _NVME,
+    "tensorboard": _LOGGED,
+    "wandb": _LOGGED,
+    "comet": _LOGGED,
+    "csv_monitor": _LOGGED,
+    "comms_logger": "torch.profiler shows collectives",
+    "flops_profiler": "torch.profiler shows them",
+    "autotuning": "OffloadScheduler measures and places by itself",
+    "elasticity": "distributed_checkpoint loads on any number of ranks",
+    "checkpoint": "distributed_checkpoint.save has its own options",
+    "nebula": "distributed_checkpoint.save(..., wait=False) saves beside training",
+    "compression_training": "none",
+    "data_efficiency": "none",
+    "curriculum_learning": "none",
+    "sparse_attention": "none",
+    "pipeline": "torch.distributed.pipelining, with process_group of the optimizer",
+    "tensor_parallel": "parallelize_module of torch, with process_group of the optimizer",
+    "autotp_size": "parallelize_module of torch",
+    "hybrid_engine": "none",
+    "compile": "torch.compile, or torch_compile=True of a Trainer",
+    "seed": "torch.manual_seed, or seed of a Trainer",
+    "managed_gradient_accumulation": "the loop accumulates, or the Trainer",
+    "seq_parallel_communication_data_type": "the loop decides",
+    "gradient_allreduce_op": "FSDP2 averages gradients",
+    "disable_allgather": "FSDP2 gathers",
+    "disable_python_gc": "gc.disable() of Python",
+    "vocabulary_size": "none",
+    "dataloader_drop_last": "drop_last of the DataLoader, or dataloader_drop_last=True of a Trainer",
+    "use_data_before_expert_parallelism": "none",
+    "log_level": 'logging.getLogger("superadam").setLevel(...)',
+    "zero_optimization.use_multi_rank_bucket_allreduce": _FSDP2,
+    "zero_optimization.use_all_reduce_for_fetch_params": _FSDP2,
+    "zero_optimization.allgather_sequential": _FSDP2,
+    "zero_optimization.model_persistence_threshold": _FSDP2,
+    "zero_optimization.stage3_model_persistence_threshold": _FSDP2,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _FSDP2,
+    "zero_optimization.memory_efficient_linear": _FSDP2,
+    "zero_optimization.override_module_apply": _FSDP2,
+    "zero_optimization.leaf_module": _FSDP2,
+    "zero_optimization.stage3_leaf_module": _FSDP2,
+    "zero_optimization.parameter_alignment": _FSDP2,
+    "zero_optimization.compute_grad_norm": "each step needs the norm, to see Inf and NaN",
+    "zero_optimization.cpu_offload": "deprecated there; state is in host memory",
+    "zero_optimization.cpu_offload_param": "CPUOffloadPolicy of FSDP2",
+    "zero_optimization.cpu_offload_use_pin_memory": "gradients travel through pinned buffers by themselves",
+    "zero_optimization.legacy_stage1": "none",
+    "zero_optimization.pipeline_loading_checkpoint": "none",
+    "zero_optimization.log_trace_cache_warnings": "none",
+    "zero_optimization.enable_sanity_checks": "none",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "only Adam and AdamW",
+    "bf16.check_overflow": 'on: an Inf or NaN skips the step; on_nonfinite="raise" raises',
+    "bf16.ddp_bf16": "none",
+    "zero_optimization.offload_param": "CPUOffloadPolicy of FSDP2",
+    "zero_optimization.sub_group_size": 'bucket_numel="auto" of OffloadScheduler; no choice changes a bit',
+    "zero_optimization.overlap_comm": "FSDP2 overlaps",
+    "zero_optimization.reduce_bucket_size": _FSDP2,
+    "zero_optimization.allgather_bucket_size": _FSDP2,
+    "zero_optimization.allgather_partitions": _FSDP2,
+    "zero_optimization.reduce_scatter": _FSDP2,
+    "zero_optimization.contiguous_gradients": _FSDP2,
+    "zero_optimization.round_robin_gradients": _FSDP2,
+    "zero_optimization.stage3_max_live_parameters": _FSDP2,
+    "zero_optimization.stage3_max_reuse_distance": _FSDP2,
+    "zero_optimization.stage3_prefetch_bucket_size": "set_modules_to_forward_prefetch of an FSDP2 module",
+    "zero_optimization.stage3_param_persistence_threshold": _FSDP2,
+    "zero_optimization.stage3_module_granularity_threshold": _FSDP2,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "a full state dict of torch",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "a full state dict of torch",
+    "zero_optimization.zero_hpz_partition_size": "a mesh of two dimensions for fully_shard",
+    "zero_optimization.zero_quantized_weights": "none",
+    "zero_optimization.zero_quantized_gradients": "none",
+    "zero_optimization.zero_quantized_nontrainable_weights": "none",
+    "zero_optimization.mics_shard_size": "a mesh of two dimensions for fully_shard",
+    "zero_optimization.zenflow": "it changes the algorithm; OffloadScheduler hides the same stall with the same bits",
+    "zero_optimization.load_from_fp32_weights": "superadam.integrations.deepspeed.load reads masters",
+    "zero_optimization.elastic_checkpoint": "distributed_checkpoint loads on any number of ranks",
+    "zero_optimization.ignore_unused_parameters": "parameters without gradients are passed over",
+    "zero_optimization.offload_optimizer.pin_memory": "gradients travel through pinned buffers by themselves",
+    "zero_optimization.offload_optimizer.nvme_path": _NVME,
+    "zero_optimization.offload_optimizer.buffer_count": _NVME,
+    "zero_optimization.offload_optimizer.pipeline_read": _NVME,
+    "zero_optimization.offload_optimizer.pipeline_write": _NVME,
+    "zero_optimization.offload_optimizer.fast_init": _NVME,
+    "zero_optimization.offload_optimizer.super_offload": "OffloadScheduler, which overlaps clipped steps as well",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": 'num_threads="auto" of OffloadScheduler',
+    "zero_optimization.offload_optimizer.ratio": 'gpu_buckets="auto" of OffloadScheduler',
+    "optimizer.params.torch_adam": "there is one implementation",
+    "optimizer.params.bias_correction": "always on, as in torch",
+    "optimizer.params.fused": "accepted by the optimizer; there is one implementation",
+    "optimizer.params.foreach": "accepted by the optimizer; there is one implementation",
+    "optimizer.legacy_fusion": "there is one implementation",
+    "bf16.check_grad_overflow": 'on: an Inf or NaN skips the step; on_nonfinite="raise" raises',
+    "bf16.bf16_master_weights_and_grads": 'masters are fp32, or 24 bits with master="24bit"',
+    "bf16.immediate_grad_update": "gradients are taken as they arrive",
+    "fp16.auto_cast": "torch.autocast in the loop",
+    "fp16.loss_scale": "GradScaler of torch has its own scale",
+    "fp16.initial_scale_power": "GradScaler(init_scale=2**n)",
+    "fp16.loss_scale_window": "GradScaler(growth_interval=n)",
+    "fp16.hysteresis": "none",
+    "fp16.min_loss_scale": "none",
+    "fp16.consecutive_hysteresis": "none",
+    "fp16.fp16_master_weights_and_grads": "masters are fp32",
+}
+"""Keys that become no argument, with what serves instead; of one that holds others, all of them."""
+
+SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""Of DeepSpeed, and what a Trainer and transformers.get_scheduler call them."""
+
+
+@dataclass
+class _Settings:
+    """What was found so far.
+
+    Attributes:
+        optimizer, trainer, offload: arguments by name, as Python source.
+        notes: of keys that have no counterpart, in their order.
+    """
+
+    optimizer: dict[str, str] = field(default_factory=dict)
+    trainer: dict[str, str] = field(default_factory=dict)
+    offload: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def translated(config: dict[str, Any]) -> str:
+    """Return the text that the command prints.
+
+    Raises:
+        UsageError: a value is none that DeepSpeed accepts.
+    """
+    found = _Settings()
+    if "bfloat16" in config:  # the older name
+        config = {"bf16" if key == "bfloat16" else key: value for key, value in config.items()}
+    unread = _flat(config, "")
+
+    def take(key: str, default: Any = None) -> Any:
+        return unread.pop(key, default)
+
+    kind, stage = _optimizer(found, take), take("zero_optimization.stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise UsageError(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3; correct it")
+    limit = _number("gradient_clipping", take("gradient_clipping", 1.0))
+    if limit == AUTO:
+        found.notes.append("gradient_clipping: auto, which is max_grad_norm of the Trainer")
+    else:
+        found.optimizer |= {"max_grad_norm": repr(limit)} if limit else {}
+        found.trainer["max_grad_norm"] = repr(limit)
+    batches = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
+    for key, name in (batches | {"gradient_accumulation_steps": "gradient_accumulation_steps"}).items():
+        value = _number(key, take(key, None))
+        if value == AUTO:
+            found.notes.append(f"{key}: auto, which is {name} of the Trainer")
+        elif value is not None:
+            found.trainer[name] = repr(value)
+    dtype = _dtype(found, take)
+    _schedule(found, take)
+    device = take("zero_optimization.offload_optimizer.device", "none")
+    if device not in ("none", "cpu", "nvme"):
+        raise UsageError(f'offload_optimizer.device is {device!r}, expected "none", "cpu" or "nvme"; correct it')
+    if device == "nvme":
+        found.notes.append(f"zero_optimization.offload_optimizer.device: nvme: {_NVME}")
+    if device == "none":
+        found.notes.append("zero_optimization.offload_optimizer: none there; here state is in host memory")
+    for key, value in unread.items():
+        known = next((known for known in _prefixes(key) if known in NO_COUNTERPART), None)
+        reason = "not known here" if known is None else NO_COUNTERPART[known]
+        found.notes.append(f"{key}: {_shown(value)}: {reason}")
+    return _text(found, kind, int(stage), dtype)
+
+
+def _optimizer(found: _Settings, take: Callable[..., Any]) -> str:
+    kind = take("optimizer.type", "AdamW")
+    decoupled = take("optimizer.params.adam_w_mode", True)
+    names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+    for name, theirs in names.items():
+        value = _number(f"optimizer.params.{name}", take(f"optimizer.params.{name}"))
+        if value == AUTO:
+            found.notes.append(f"optimizer.params.{name}: auto, which is {theirs} of the Trainer")
+        elif value is not None:
+            found.optimizer[name] = found.trainer[theirs] = repr(value)
+    betas = take("optimizer.params.betas")
+    if betas == AUTO:
+        found.notes.append("optimizer.params.betas: auto, which are adam_beta1 and adam_beta2 of the Trainer")
+    elif betas is not None:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise UsageError(f"optimizer.params.betas is {betas!r}, expected two numbers; correct it")
+        first, second = (_number("optimizer.params.betas", value) for value in betas)
+        found.optimizer["betas"] = f"({first!r}, {second!r})"
+        found.trainer |= {"adam_beta1": repr(first), "adam_beta2": repr(second)}
+    if take("optimizer.params.amsgrad", False):
+        found.optimizer["amsgrad"] = "True"
+    if str(kind).lower() not in ("adam", "adamw"):
+        found.notes.append(f"optimizer.type: {_shown(kind)}: only Adam and AdamW; AdamW stands above")
+        kind = "AdamW"
+    return "SpeculativeCPUAdam" if str(kind).lower() == "adam" and decoupled is False else "SpeculativeCPUAdamW"
+
+
+def _dtype(found: _Settings, take: Callable[..., Any]) -> str | None:
+    kinds = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+    chosen = None
+    for kind, dtype in kinds.items():
+        enabled = take(f"{kind}.enabled", False)
+        if enabled == AUTO:
+            found.notes.append(f"{kind}.enabled: auto: load the model in that dtype, with fp32 masters here")
+        elif enabled:
+            chosen = dtype
+    if chosen == "torch.float16":
+        found.notes.append("fp16.enabled: True: torch.amp.GradScaler scales the loss, or fp16=True of a Trainer")
+    if take("bf16.bf16_optimizer_states", False):
+        found.optimizer["moments"] = found.offload["moments"] = '"bf16"'
+    return chosen
+
+
+def _schedule(found: _Settings, take: Callable[..., Any]) -> None:
+    kind = take("scheduler.type")
+    parameters = {
+        name: take(f"scheduler.params.{name}")
+        for name in ("warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_type")
+    }
+    if kind is None:
+        return
+    if kind in SCHEDULES:
+        found.trainer["lr_scheduler_type"] = f'"{SCHEDULES[kind]}"'
+    else:
+        found.notes.append(f"scheduler.type: {_shown(kind)}: a learning-rate scheduler of torch")
+    names = {"warmup_num_steps": "warmup_steps", "total_num_steps": "max_steps"}
+    for key, value in parameters.items():
+        if key in names and isinstance(value, int):
+            found.trainer[names[key]] = repr(value)
+        elif value is not None:
+            instead = (
+                names.get(key, "learning_rate") if value == AUTO else "transformers warms up linearly, from 0 to lr"
+            )
+            which = f"auto, which is {instead} of the Trainer" if value == AUTO else f"{_shown(value)}: {instead}"
+            found.notes.append(f"scheduler.params.{key}: {which}")
+    if kind in SCHEDULES and parameters["warmup_type"] is None:
+        found.notes.append("scheduler.params.warmup_type: log there unless given; transformers warms up linearly")
+
+
+def _text(found: _Settings, kind: str, stage: int, dtype: str | None) -> str:
+    def call(name: str, first: list[str], named: dict[str, str]) -> str:
+        return f"{name}({', '.join([*first, *(f'{key}={value}' for key, value in named.items())])})"
+
+    shard = f"fully_shard(model, reshard_after_forward={stage == 3})"
+    lines = ["# a loop"]
+    lines += [f"model.to({dtype})"] if dtype else []
+    lines += [f"{shard}  # on several ranks"] if stage else []
+    lines += [
+        f"optimizer = {call(kind, ['model.parameters()'], found.optimizer)}",
+        "scheduler = OffloadScheduler(optimizer, model)",
+        "",
+        "# a Trainer of transformers or TRL, whose model is loaded in that dtype",
+        f"arguments = {call('TrainingArguments', [], found.trainer)}",
+        call("offload", ["trainer"], found.offload),
+    ]
+    if kind == "SpeculativeCPUAdam":
+        lines.append("# its optimizer is AdamW: pass optimizers=(SpeculativeCPUAdam(...), None) for L2 decay")
+    if stage:
+        lines += [
+            "",
+            "# a Trainer on several GPUs",
+            f"# accelerate launch --use_fsdp --fsdp_version 2 "
+            f"--fsdp_reshard_after_forward {str(stage == 3).lower()} PROGRAM",
+        ]
+    notes = [f"# {note}" for note in found.notes]
+    return "\n".join([*lines, *(["", "# what is none of these arguments", *notes] if notes else []), ""])
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    """Return the values of nested objects by their dotted names."""
+    if not isinstance(value, dict):
+        if name in ("optimizer", "optimizer.params", "scheduler", "zero_optimization", "bf16", "fp16"):
+            raise UsageError(f"{name} is {_shown(value)}, expected an object; correct it")
+        return {name: value}
+    return {
+        key: each for word, inner in value.items() for key, each in _flat(inner, f"{name}.{word}".strip(".")).items()
+    }
+
+
+def _prefixes(key: str) -> list[str]:
+    words = key.split(".")
+    return [".".join(words[:count]) for count in range(len(words), 0, -1)]
+
+
+def _number(key: str, value: Any) -> Any:
+    if value is None or value == AUTO:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise UsageError(f'{key} is {_shown(value)}, expected a number of at least 0, or "auto"; correct it')
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

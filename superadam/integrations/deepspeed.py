@@ -1,0 +1,168 @@
+"""Takes over runs of DeepSpeed: `load` continues their ZeRO checkpoints, `save_fp32` writes the masters as a model.
+
+DeepSpeed need not be installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from superadam.distributed import shards
+from superadam.integrations.checkpoint_folder import CheckpointError
+from superadam.integrations.checkpoint_ranks import CheckpointRanks
+from superadam.integrations.fp32_weights import WRAPPERS, reshard, save_fp32
+from superadam.integrations.zero_checkpoint import ZeroCheckpoint
+from superadam.kernels.torch_private import dtensor_like
+from superadam.optim.adam import SpeculativeCPUAdam
+
+__all__ = ["load", "save_fp32"]
+
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+"""Of each group, what continues."""
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: SpeculativeCPUAdam,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> int:
+    """Continue a run of DeepSpeed: load its checkpoint of ZeRO-1, 2 or 3; every rank calls this.
+
+    Masters and moments (fp32), step counts, and `lr`, `betas`, `eps` and `weight_decay` of each group go to the
+    optimizer; rounded masters, frozen parameters and buffers to the model. Parameters may be shards of FSDP2, on any
+    number of ranks. Beside the state, one parameter at a time is in memory.
+
+    Args:
+        folder: what `save_checkpoint` wrote, a `global_step` folder in it, or what `ds_to_universal` wrote.
+        process_group: the ranks that load; all by default.
+
+    Returns:
+        The steps that DeepSpeed counted, skipped ones included: where a learning-rate schedule goes on.
+
+    Raises:
+        CheckpointError: it is damaged, of a layout that is not read (tensor or pipeline parallel, NVMe), or of another
+            model or other groups; the message says whether anything was loaded.
+    """
+    ranks = CheckpointRanks(
+        process_group, f"cannot load DeepSpeed's checkpoint from {folder}", "", "nothing was loaded"
+    )
+    checkpoint, targets = ranks.run(lambda: _opened(Path(folder), model, optimizer))
+    begun: list[bool] = []
+
+    def restore() -> None:
+        try:
+            optimizer.load_state_dict(_state_dict(checkpoint, targets, optimizer))  # first, because it may refuse
+        except ValueError as error:
+            raise error.__cause__ or error from None  # what reading the checkpoint raised
+        begun.append(True)
+        with torch.no_grad():
+            for name, target in targets.items():
+                is_trained = name in checkpoint.places
+                values = checkpoint.flat(name, "fp32") if is_trained else checkpoint.others[name]
+                shards.local_of(target).copy_(_part(name, values, target))
+
+    fault = ranks.fault(restore)
+    if fault is not None:
+        outcome = "a part of it was loaded: load again before training" if any(ranks.gather(begun)) else ranks.outcome
+        raise CheckpointError(f"{ranks.failure}: {fault}; {outcome}")
+    return checkpoint.steps
+
+
+def _opened(folder: Path, model: nn.Module, optimizer: SpeculativeCPUAdam) -> tuple[ZeroCheckpoint, dict[str, Tensor]]:
+    """Return a checkpoint that fits, and the tensors that it is loaded into, by its names."""
+    try:
+        checkpoint = ZeroCheckpoint(folder)
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"it has another layout than DeepSpeed 0.19.8 writes ({error!r}), convert it with ds_to_universal"
+        ) from error
+    reshard(model)
+    named = {
+        WRAPPERS.sub("", name): tensor
+        for tensors in (model.named_parameters, model.named_buffers)
+        for name, tensor in tensors(remove_duplicate=False)
+    }
+    for name, shape in checkpoint.shapes.items():
+        if name not in named:
+            raise CheckpointError(f"it has {name}, which the model lacks, expected a checkpoint of the same model")
+        if tuple(named[name].shape) != tuple(shape):
+            found, expected = tuple(shape), tuple(named[name].shape)
+            raise CheckpointError(f"{name} is of shape {found} in it, expected {expected} as in the model")
+    names = {id(named[name]): name for name in checkpoint.places}
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if idle := [name for each, name in names.items() if each not in trained]:
+        raise CheckpointError(
+            f"it has state of {idle[0]}, which the optimizer lacks, expected the parameters it trains"
+        )
+    if new := [name for name, tensor in named.items() if id(tensor) in trained - names.keys()]:
+        raise CheckpointError(f"it has no state of {new[0]}, which the optimizer trains, expected state of all")
+    tied = [name for name in checkpoint.others if id(named[name]) in names]
+    return checkpoint, {name: named[name] for name in checkpoint.shapes if name not in tied}
+
+
+def _state_dict(
+    checkpoint: ZeroCheckpoint, targets: dict[str, Tensor], optimizer: SpeculativeCPUAdam
+) -> dict[str, Any]:
+    names = {id(targets[name]): name for name in checkpoint.places}
+    ordered: list[tuple[str, Tensor]] = []
+    groups = []
+    for group in optimizer.param_groups:
+        own = [(names[id(parameter)], parameter) for parameter in group["params"]]
+        kinds = [{key: checkpoint.group_of(name)[key] for key in HYPERPARAMETERS} for name, _ in own]
+        if any(kind != kinds[0] for kind in kinds):
+            raise CheckpointError("it has other parameter groups than the optimizer, expected those of the same model")
+        first = len(ordered)
+        ordered += own
+        groups.append({**group, **(kinds[0] if kinds else {}), "params": [*range(first, len(ordered))]})
+    return {"state": _State(checkpoint, ordered), "param_groups": groups}
+
+
+class _State(Mapping[int, dict[str, Any]]):
+    """The state of a state dict, of which an entry is read when it is asked for."""
+
+    def __init__(self, checkpoint: ZeroCheckpoint, parameters: list[tuple[str, Tensor]]) -> None:
+        self._checkpoint, self._parameters = checkpoint, parameters
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        name, parameter = self._parameters[index]
+        local = shards.local_of(parameter)
+        keys = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32"}
+        if local.dtype in (torch.float32, torch.float64) and local.device.type == "cpu":  # it is its own master
+            del keys["master"]
+        entry: dict[str, Any] = {"step": self._checkpoint.step(name)}
+        for ours, theirs in keys.items():
+            part = _part(name, self._checkpoint.flat(name, theirs), parameter)
+            entry[ours] = dtensor_like(parameter, part) if shards.is_distributed(parameter) else part
+        return entry
+
+
+def _part(name: str, values: Tensor, target: Any) -> Tensor:
+    """Return this rank's part of a whole tensor."""
+    if values.numel() != target.numel():
+        raise CheckpointError(f"{name} has {values.numel()} elements in it, expected {target.numel()}; it is damaged")
+    values = values.reshape(target.shape)
+    for dimension, placement in enumerate(target.placements if shards.is_distributed(target) else ()):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard:
+            raise CheckpointError(f"{name} is placed {placement}, expected Shard or Replicate, as FSDP2 alone does")
+        chunks = values.chunk(target.device_mesh.size(dimension), placement.dim)
+        place = target.device_mesh.get_coordinate()[dimension]
+        values = chunks[place] if place < len(chunks) else values.narrow(placement.dim, 0, 0)
+    return values

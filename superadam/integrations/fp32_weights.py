@@ -1,0 +1,145 @@
+"""The masters of a model as its weights: what DeepSpeed's `zero_to_fp32` makes, as files of safetensors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from superadam.distributed import shards
+from superadam.integrations.checkpoint_folder import CheckpointError
+from superadam.integrations.checkpoint_ranks import CheckpointRanks
+from superadam.kernels.torch_private import dtensor_like
+from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.entry import Encoded, raw
+
+FILE_BYTES = 5_000_000_000
+"""Of one file of safetensors, as transformers writes them."""
+
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+"""What compiled models and activation checkpointing put into the names of parameters."""
+
+
+def reshard(model: nn.Module) -> None:
+    """Give a model the parameters of its optimizer; after an evaluation, FSDP2 may have left whole ones there."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def save_fp32(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: SpeculativeCPUAdam,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write the model with its fp32 masters instead of rounded weights, as safetensors; every rank calls this.
+
+    It is what DeepSpeed's `zero_to_fp32` makes: files and index as transformers has them, with the configuration of a
+    model that has one. Tied weights are written once; integers and fp64 stay. Rank 0 holds one file, of 5 GB or of one
+    larger tensor, at a time.
+
+    Args:
+        folder: does not exist, or is empty; there is nothing in it until all was written.
+        process_group: the ranks that write; all by default.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: it is in use, or cannot be written to; nothing is left behind.
+        ImportError: safetensors is not installed.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(f"save_fp32() needs safetensors ({error}); pip install safetensors") from error
+    ranks = CheckpointRanks(process_group, f"cannot write masters to {folder}", "", "nothing was written")
+    path = Path(folder).absolute()
+    part = path.with_name(f".{path.name}.part")
+
+    def begin() -> dict[str, tuple[Tensor, Any]]:
+        if ranks.rank == 0:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        return _masters(model, optimizer)
+
+    tensors = ranks.run(begin)
+    files: list[dict[str, tuple[Tensor, Any]]] = [{}]
+    size = 0  # of the last file
+    for name, (parameter, master) in tensors.items():
+        size += 4 * parameter.numel()
+        if size > FILE_BYTES and files[-1]:
+            files.append({})
+            size = 4 * parameter.numel()
+        files[-1][name] = parameter, master
+    try:
+        places: dict[str, str] = {}
+        for number, content in enumerate(files, 1):
+            name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+            places |= dict.fromkeys(content, name)
+            whole = {name: _whole(*each) for name, each in content.items()}
+            if ranks.rank:
+                whole.clear()
+            file = part / name
+            ranks.run(functools.partial(save_file, whole, file, {"format": "pt"}) if whole else file.exists)
+
+        def publish() -> None:
+            if ranks.rank == 0:
+                if len(files) > 1:
+                    index = {"metadata": {}, "weight_map": places}
+                    (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+                for kind in ("config", "generation_config"):
+                    if hasattr(getattr(model, kind, None), "save_pretrained"):
+                        getattr(model, kind).save_pretrained(part)
+                part.replace(path)
+
+        ranks.run(publish)
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+    return path
+
+
+def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple[Tensor, Any]]:
+    """Return each tensor of the model, by name, with what holds its value: a master, or itself."""
+    reshard(model)
+    optimizer._adopt_sampled_writes()
+    with optimizer._encoded():
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = optimizer.state_dict()["state"]
+        entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters)}
+    named: dict[str, tuple[Tensor, Any]] = {}
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            named[WRAPPERS.sub("", name)] = tensor, raw(entries.get(id(tensor), {})).get("master", tensor)
+    return named
+
+
+def _whole(parameter: Any, master: Tensor | Encoded) -> Tensor:
+    """Return a whole tensor on the CPU, at least in fp32 if it is of floats."""
+    if isinstance(master, Encoded):
+        local = torch.empty_like(master.like, device="cpu")
+        master.decode(local)
+    else:
+        local = shards.local_of(master.detach())
+    if local.is_floating_point() and local.itemsize < 4:
+        local = local.float()
+    if shards.is_distributed(parameter):
+        whole: Any = dtensor_like(parameter, local.to(parameter.device_mesh.device_type))
+        local = whole.full_tensor()
+    return local.cpu().contiguous()

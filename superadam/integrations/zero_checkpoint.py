@@ -1,0 +1,156 @@
+"""A ZeRO checkpoint of DeepSpeed, as tensors by the names of parameters; reads it without DeepSpeed.
+
+Nothing that a checkpoint names is executed: objects of DeepSpeed become inert ones. Layouts are those that DeepSpeed
+0.19.8 writes (`runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `checkpoint/ds_to_universal.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superadam.integrations.checkpoint_folder import CheckpointError
+
+UNIVERSAL = "zero"  # the folder in which ds_to_universal makes one of each parameter
+
+
+class ZeroCheckpoint:
+    """A checkpoint whose shards are mapped into memory, or that has files for each parameter.
+
+    Attributes:
+        places: of each trained parameter, the number of the flat group that DeepSpeed keeps it in.
+        others: frozen parameters and buffers, and tied weights under their other names.
+        shapes: of all of these.
+        steps: that DeepSpeed counted, skipped ones included.
+
+    Raises CheckpointError, KeyError or OSError where it has another layout.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        latest = folder / "latest"
+        path = self._path = folder / latest.read_text().strip() if latest.is_file() else folder
+        self._is_universal = (path / UNIVERSAL).is_dir()
+        files = [Path(UNIVERSAL, "optimizer_state.pt")] if self._is_universal else _shards_of(path)
+        models = [
+            _read(path / name) for name in _numbered(path, r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
+        ]
+        shards = [_read(path / name) for name in files]
+        self._shards = shards if self._is_universal else [shard["optimizer_state_dict"] for shard in shards]
+        first = self._shards[0]
+        count = first["partition_count"]
+        self._ranks: int = max(count) if isinstance(count, list) else count
+        if not self._is_universal and len(shards) != self._ranks:
+            raise CheckpointError(f"it has optim_states of {len(shards)} ranks, expected {self._ranks}; copy all of it")
+        # Adam's own state dict has this name in ZeRO-1 and 2, or this one in ZeRO-3, or only its groups were converted.
+        self._adam = [each.get("base_optimizer_state", each.get("optimizer_state_dict", each)) for each in self._shards]
+        self._groups = {number: group for group in self._adam[0]["param_groups"] for number in group["params"]}
+        for group in self._groups.values():
+            if group.get("amsgrad") or not group.get("bias_correction", True):
+                raise CheckpointError("it was trained with amsgrad or without bias correction, expected plain Adam")
+        model = models[0]
+        self._names: list[dict[str, Any]] = [dict(shapes) for shapes in model["param_shapes"]]
+        self.places = {name: number for number, shapes in enumerate(self._names) for name in shapes}
+        weights = {name: value for name, value in model["module"].items() if isinstance(value, Tensor)}
+        self.others = {name: value for name, value in weights.items() if value.numel() and name not in self.places}
+        self.others |= _frozen(models)  # of which ZeRO-3 leaves nothing in `module`
+        self.shapes: dict[str, Any] = {name: value.shape for name, value in self.others.items()}
+        for shapes in self._names:
+            self.shapes.update(shapes)
+        self.steps = int(model["global_steps"])
+
+    def flat(self, name: str, key: str) -> Tensor:
+        """Return a copy or view of `fp32`, `exp_avg` or `exp_avg_sq` of a trained parameter, flat or in its shape."""
+        if self._is_universal:
+            read = _read(self._path / UNIVERSAL / name / f"{key}.pt")
+            values: Tensor = read["param"] if isinstance(read, dict) else read
+            return values
+        number, pieces = self.places[name], []
+        for shard, adam in zip(self._shards, self._adam, strict=True):
+            if key != "fp32":
+                flat = adam["state"][number][key]
+            elif "fp32_flat_groups" in shard:
+                flat = shard["fp32_flat_groups"][number]
+            else:
+                flat = shard["single_partition_of_fp32_groups"][number]
+            begin, size = self._place(shard, number, name)
+            pieces.append(flat.narrow(0, begin, size))
+        return torch.cat(pieces)[: math.prod(self.shapes[name])]
+
+    def _place(self, shard: dict[str, Any], number: int, name: str) -> tuple[int, int]:
+        """Return where the elements of a parameter begin in a flat group of a rank, and how many there are."""
+        if "param_slice_mappings" in shard:  # ZeRO-1 and 2, which cut the group
+            place = shard["param_slice_mappings"][number].get(name)
+            return (0, 0) if place is None else (place.start, place.numel)
+        begin = 0
+        for other, shape in self._names[number].items():  # ZeRO-3, which cuts each parameter and pads it
+            size = -(-math.prod(shape) // self._ranks)
+            if other == name:
+                break
+            begin += size
+        return begin, size
+
+    def step(self, name: str) -> Any:
+        """Return the step count of a trained parameter."""
+        path = self._path / UNIVERSAL / name / "step.pt"
+        if self._is_universal and path.exists():
+            return _read(path)
+        entry = self._adam[0].get("state", {}).get(self.places[name], {})
+        return entry["step"] if "step" in entry else self.group_of(name)["step"]  # where apex's FusedAdam has it
+
+    def group_of(self, name: str) -> dict[str, Any]:
+        """Return the group of a trained parameter, with its hyper-parameters."""
+        group: dict[str, Any] = self._groups[self.places[name]]
+        return group
+
+
+def _frozen(models: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return frozen parameters, which ZeRO-3 cuts and pads; none where they were not saved."""
+    shapes: dict[str, Any] = models[0].get("frozen_param_shapes") or {}
+    fragments = [model.get("frozen_param_fragments") or {} for model in models]
+    frozen = {}
+    for name in shapes.keys() & fragments[0].keys():
+        numel, pieces = math.prod(shapes[name]), [each[name].flatten() for each in fragments]
+        whole = pieces[0] if pieces[0].numel() >= numel else torch.cat(pieces)
+        frozen[name] = whole[:numel].view(shapes[name])
+    return frozen
+
+
+def _shards_of(path: Path) -> list[str]:
+    """Return the files of optimizer state."""
+    parts = [name for name in os.listdir(path) if re.search(r"mp_rank_(?!00_)\d|^layer_|expert_", name)]
+    if parts:
+        raise CheckpointError(
+            f"{min(parts)} is of tensor, pipeline or expert parallelism; convert it with ds_to_universal"
+        )
+    return _numbered(path, r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+
+
+def _numbered(path: Path, pattern: str) -> list[str]:
+    """Return the files that a pattern describes, in the order of their ranks."""
+    found = sorted(
+        (int(match[1] or 0), match[0]) for name in os.listdir(path) if (match := re.fullmatch(pattern, name))
+    )
+    if not found:
+        kind = pattern.rpartition("00_")[2].replace("\\", "")
+        raise CheckpointError(f"{path} has no files *{kind}, expected a checkpoint of ZeRO-1, 2 or 3")
+    return [name for _, name in found]
+
+
+def _read(path: Path) -> Any:
+    """Return what torch.save wrote, its tensors mapped."""
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        inert: list[Any] = [(type("Inert", (), {"__init__": lambda self, *_: None}), name) for name in unknown]
+        with torch.serialization.safe_globals(inert):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, or holds what is not loaded; copy it again, or leave that out"
+        ) from error

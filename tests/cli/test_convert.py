@@ -1,0 +1,162 @@
+"""`superadam convert` prints arguments that exist, tells what serves instead of other keys, and refuses the rest."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import superadam
+from superadam.cli.convert import translation
+from superadam.cli.main import main
+
+USUAL: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True, "super_offload": True},
+        "stage3_max_live_parameters": 1e9,
+    },
+    "bf16": {"enabled": True, "bf16_optimizer_states": True},
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "wandb": {"enabled": True, "project": "x"},
+}
+
+
+def calls_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the arguments of each call that is printed, those that are literals as values."""
+    calls: dict[str, dict[str, Any]] = {}
+    for node in ast.walk(ast.parse(translation.translated(config))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            calls[node.func.id] = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
+    return calls
+
+
+def test_a_usual_configuration_becomes_arguments() -> None:
+    calls = calls_of(USUAL)
+    options = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    assert calls["SpeculativeCPUAdamW"] == {**options, "moments": "bf16"}
+    assert calls["fully_shard"] == {"reshard_after_forward": True}
+    assert calls["offload"] == {"moments": "bf16"}
+    assert calls["TrainingArguments"] == {
+        "learning_rate": 1e-5,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 10,
+        "max_steps": 100,
+    }
+
+
+def test_the_arguments_exist(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    calls = calls_of(USUAL)
+    inspect.signature(superadam.SpeculativeCPUAdamW).bind([], **calls["SpeculativeCPUAdamW"])
+    transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **calls["TrainingArguments"])
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, None)],
+)
+def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any], expected: float | None) -> None:
+    calls = calls_of(config)
+    assert calls["SpeculativeCPUAdamW"].get("max_grad_norm") == expected
+    assert calls["TrainingArguments"]["max_grad_norm"] == (expected or 0)
+
+
+def test_adam_without_adam_w_mode_decays_by_the_gradient() -> None:
+    kinds = [
+        next(iter(calls_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": mode}}}))) for mode in (True, False)
+    ]
+    assert kinds == ["SpeculativeCPUAdamW", "SpeculativeCPUAdam"]
+
+
+def everything(value: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for key in translation.NO_COUNTERPART:
+        *parents, last = key.split(".")
+        place = config
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return config
+
+
+def test_each_key_without_counterpart_has_a_line() -> None:
+    text = translation.translated(everything("auto"))
+    assert "not known" not in text
+    for key, instead in translation.NO_COUNTERPART.items():
+        assert f"# {key}: 'auto': {instead}" in text.splitlines()
+    assert "# zero_optimisation.stage: 3: not known here" in translation.translated({"zero_optimisation": {"stage": 3}})
+
+
+def test_auto_is_left_to_the_trainer() -> None:
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    config = {"optimizer": {"params": params}, "scheduler": schedule, "bf16": {"enabled": "auto"}}
+    config |= dict.fromkeys(("gradient_clipping", "train_micro_batch_size_per_gpu", "train_batch_size"), "auto")
+    calls = calls_of(config)
+    assert calls["SpeculativeCPUAdamW"] == {}
+    assert calls["TrainingArguments"] == {"lr_scheduler_type": "constant_with_warmup"}
+    notes = translation.translated(config)
+    for name in ("learning_rate", "adam_beta1 and adam_beta2", "max_grad_norm", "per_device_train_batch_size"):
+        assert f"auto, which {'are' if ' ' in name else 'is'} {name} of the Trainer" in notes
+
+
+FAULTS = {
+    "": "is no JSON: line 1",
+    '{"bf16": {},\n}': "is no JSON: line 2",
+    "[1]": "holds a list, expected an object",
+    '{"bf16": {}, "bf16": {}}': "bf16 stands in it twice",
+    '{"gradient_clipping": "big"}': "gradient_clipping is 'big', expected a number of at least 0",
+    '{"gradient_clipping": -1}': "gradient_clipping is -1, expected a number",
+    '{"gradient_clipping": NaN}': "gradient_clipping is nan, expected a number",
+    '{"optimizer": "Adam"}': "optimizer is 'Adam', expected an object",
+    '{"optimizer": {"params": [1]}}': "optimizer.params is [1], expected an object",
+    '{"optimizer": {"params": {"lr": "1e-5"}}}': "optimizer.params.lr is '1e-5', expected a number",
+    '{"optimizer": {"params": {"betas": [0.9]}}}': "betas is [0.9], expected two numbers",
+    '{"optimizer": {"params": {"betas": [0.9, "x"]}}}': "betas is 'x', expected a number",
+    '{"zero_optimization": {"stage": 4}}': "zero_optimization.stage is 4, expected 0, 1, 2 or 3",
+    '{"zero_optimization": {"stage": [1]}}': "zero_optimization.stage is [1], expected 0, 1, 2 or 3",
+    '{"zero_optimization": true}': "zero_optimization is True, expected an object",
+    '{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}': "offload_optimizer.device is 'gpu', expected",
+    '{"bf16": true}': "bf16 is True, expected an object",
+    '{"scheduler": "WarmupLR"}': "scheduler is 'WarmupLR', expected an object",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_what_is_no_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    assert main(["convert", str(tmp_path / "ds.json")]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert FAULTS[text] in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        assert main(["convert", str(path)]) == 2
+        assert f"cannot read {path}: " in capsys.readouterr().err
+    (tmp_path / "ds.json").write_bytes(b"\xff\xfe")
+    assert main(["convert", str(tmp_path / "ds.json")]) == 2
+    assert "is no text" in capsys.readouterr().err
+
+
+def test_the_translation_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(USUAL))
+    assert main(["convert", str(tmp_path / "ds.json")]) == 0
+    assert capsys.readouterr().out == translation.translated(USUAL)

@@ -1,0 +1,357 @@
+"""Runs of DeepSpeed go on with superadam: every bit of masters, moments and counts, and the losses that follow.
+
+The folders in deepspeed_data/ were written by DeepSpeed 0.19.8 on CPUs (`support/deepspeed_run.py`): zeroS-N by stage S
+on N ranks, `universal` by `ds_to_universal`. Where DeepSpeed is installed, they are written anew as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import deepspeed_run
+from support.deepspeed_run import Model, groups_of, loss_of, words_of
+from support.ranks import on_ranks, run
+from support.visible import refused
+from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.integrations import deepspeed, fp32_weights, zero_checkpoint
+from superadam.integrations.distributed_checkpoint import CheckpointError
+
+DATA = Path(__file__).parent / "deepspeed_data"
+FOLDERS = ("zero1-2", "zero2-1", "zero2-2", "zero2-2/universal", "zero3-2", "zero3-2/universal", "zero3-2-small")
+NAMES = ("embed.weight", "up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight")
+TOLERANCE = 1e-4  # relative: DeepSpeed reduces gradients in bf16
+
+
+def training(*, dtype: torch.dtype = torch.bfloat16, is_sharded: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Return model and optimizer before they continue; buffers stay fp32, as DeepSpeed leaves them."""
+    model: Any = Model()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter, dtype=dtype)
+    model.shift.zero_()
+    if is_sharded:
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    groups = [{**group, "weight_decay": 0.5} for group in groups_of(model)]  # which the checkpoint corrects
+    return model, SpeculativeCPUAdamW(groups, lr=1.0, max_grad_norm=1.0, **options)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def loaded(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return all that a run continues with, by the names of files that ds_to_universal writes."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            entry = optimizer.state[parameter]
+            found[f"{name}/fp32"] = whole(entry.get("master", parameter.detach()))
+            found |= {f"{name}/{key}": whole(entry[key]) for key in ("exp_avg", "exp_avg_sq")}
+            found[f"{name}/step"] = entry["step"]
+    return found
+
+
+def universal(folder: Path) -> dict[str, torch.Tensor]:
+    """Return what ds_to_universal wrote, read as DeepSpeed reads it."""
+    found = {}
+    for name in NAMES:
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            read = torch.load(folder / "zero" / name / f"{key}.pt", weights_only=True)
+            found[f"{name}/{key}"] = read["param"] if isinstance(read, dict) else read
+        found[f"{name}/step"] = torch.tensor(float(deepspeed_run.STEPS))
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32, name
+        assert torch.equal(found[name].flatten(), value.flatten()), name
+
+
+def later_losses(model: Any, optimizer: Any, rank: int = 0, ranks: int = 1) -> list[float]:
+    losses = []
+    for step in range(deepspeed_run.STEPS, deepspeed_run.STEPS + deepspeed_run.LATER_STEPS):
+        loss = loss_of(model(words_of(step, rank, ranks)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach() / ranks
+        if ranks > 1:
+            dist.all_reduce(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def expected_losses(folder: str) -> list[float]:
+    return [*json.loads((DATA / folder.partition("/")[0] / "losses.json").read_text())]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_run_goes_on_with_the_bits_and_losses_of_deepspeed(folder: str) -> None:
+    model, optimizer = training()
+    assert deepspeed.load(DATA / folder, model, optimizer) == deepspeed_run.STEPS
+    found = loaded(model, optimizer)
+    if (DATA / folder.partition("/")[0] / "universal").is_dir():
+        assert_same(found, universal(DATA / folder.partition("/")[0] / "universal"))
+    files = [*(DATA / folder).rglob("*model_states.pt")]
+    module = torch.load(files[0], weights_only=True)["module"]
+    for name, value in model.state_dict().items():
+        if module[name].numel():  # not of ZeRO-3
+            assert torch.equal(value, module[name]), name
+        if f"{name}/fp32" in found:
+            assert torch.equal(value, found[f"{name}/fp32"].to(torch.bfloat16)), name
+    assert [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (1e-4, (0.9, 0.99), 0.1),
+        (1e-4, (0.9, 0.99), 0.0),
+    ]
+    with OffloadScheduler(optimizer, model):
+        assert later_losses(model, optimizer) == pytest.approx(expected_losses(folder), rel=TOLERANCE)
+
+
+def test_an_fp32_model_takes_the_masters_themselves() -> None:
+    model, optimizer = training(dtype=torch.float32)
+    deepspeed.load(DATA / "zero3-2", model, optimizer)
+    assert_same(loaded(model, optimizer), universal(DATA / "zero3-2/universal"))
+
+
+@on_ranks(2)
+def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank: int) -> None:
+    model, optimizer = training(is_sharded=True)
+    assert deepspeed.load(DATA / "zero3-2", model, optimizer) == deepspeed_run.STEPS
+    assert_same(loaded(model, optimizer), universal(DATA / "zero3-2/universal"))
+    with OffloadScheduler(optimizer, model):
+        losses = later_losses(model, optimizer, rank, 2)
+    assert losses == pytest.approx(expected_losses("zero3-2"), rel=TOLERANCE)
+
+
+def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = SpeculativeCPUAdamW([parameter])
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+    entry = {"step": 7, "exp_avg": torch.rand(3), "exp_avg_sq": torch.rand(3)}
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": [{**group, "amsgrad": False, "params": [0]}]})
+    assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], entry["exp_avg_sq"])
+    assert (optimizer.state[parameter]["step"], optimizer.param_groups[0]["lr"]) == (7, 0.1)
+
+
+def masters_on_ranks(rank: int, folder: str) -> None:
+    model, optimizer = training(is_sharded=True)
+    deepspeed.load(DATA / "zero3-2", model, optimizer)
+    deepspeed.save_fp32(folder, model, optimizer)
+
+
+@pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 10**9), (1, 200), (2, 10**9)])
+def test_masters_are_written_as_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, file_bytes: int
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.setattr(fp32_weights, "FILE_BYTES", file_bytes)
+    folder = tmp_path / "new" / "model"
+    if ranks == 1:
+        model, optimizer = training()
+        deepspeed.load(DATA / "zero3-2", model, optimizer)
+        assert deepspeed.save_fp32(folder, model, optimizer) == folder
+    else:
+        run(masters_on_ranks, ranks, folder=str(folder))
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    files = sorted(folder.glob("*.safetensors"))
+    parts = [safetensors.load_file(path) for path in files]
+    found = {name: value for part in parts for name, value in part.items()}
+    assert sum(map(len, parts)) == len(found) == len(Model().state_dict())
+    for name in NAMES:
+        assert torch.equal(found[name].flatten(), universal(DATA / "zero3-2/universal")[f"{name}/fp32"].flatten())
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    if len(files) > 1:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        assert index == {name: path.name for path, part in zip(files, parts, strict=True) for name in part}
+    Model().load_state_dict(found)
+
+
+def test_compact_masters_are_written_as_they_are_decoded(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer = training(master="24bit", moments="bf16")
+    deepspeed.load(DATA / "zero2-1", model, optimizer)
+    deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    found = safetensors.load_file(tmp_path / "model/model.safetensors")
+    assert torch.equal(found["up.weight"], optimizer.state[model.up.weight]["master"])
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    model, optimizer = training()
+    (tmp_path / "other").write_text("")
+    with refused(optimizer, CheckpointError, "not empty, expected a new folder; choose another one; nothing was"):
+        deepspeed.save_fp32(tmp_path, model, optimizer)
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def edited(tmp_path: Path, folder: str, pattern: str, change: Any) -> Path:
+    """Return a copy of a checkpoint in which all files of a pattern were changed."""
+    copy = tmp_path / "copy"
+    shutil.copytree(DATA / folder, copy)
+    for path in copy.rglob(pattern):
+        change(path)
+    return copy
+
+
+def changed_model(change: Any) -> Any:
+    def write(path: Path) -> None:
+        content = torch.load(path, weights_only=True)
+        change(content)
+        torch.save(content, path)
+
+    return write
+
+
+FAULTS: dict[str, tuple[str, str, Any, str]] = {
+    "no optimizer": ("zero2-2", "*optim*", Path.unlink, r"no files \*optim_states.pt, expected a checkpoint of ZeRO"),
+    "no model": ("zero2-2", "*model_states*", Path.unlink, r"no files \*model_states.pt"),
+    "a rank is missing": ("zero3-2", "*rank_1_mp_rank_00_optim*", Path.unlink, "optim_states of 1 ranks, expected 2"),
+    "latest lies": ("zero2-2", "latest", lambda path: path.write_text("gone"), "No such file"),
+    "cut off": (
+        "zero2-1",
+        "*optim*",
+        lambda path: path.write_bytes(path.read_bytes()[:900]),
+        "optim_states.pt is damaged",
+    ),
+    "tensor parallel": (
+        "zero2-1",
+        "*model*",
+        lambda path: shutil.copy(path, path.with_name("mp_rank_01_model_states.pt")),
+        "mp_rank_01_model_states.pt is of tensor, pipeline or expert parallelism; convert it with ds_to_universal",
+    ),
+    "another layout": (
+        "zero2-1",
+        "*model*",
+        changed_model(lambda content: content.pop("param_shapes")),
+        r"another layout than DeepSpeed 0.19.8 writes \(KeyError\('param_shapes'\)\), convert it",
+    ),
+    "another name": (
+        "zero2-1",
+        "*model*",
+        changed_model(lambda content: content["param_shapes"][0].update(other=torch.Size([1]))),
+        "it has other, which the model lacks",
+    ),
+    "another shape": (
+        "zero2-1",
+        "*model*",
+        changed_model(lambda content: content["param_shapes"][0].update({"up.weight": torch.Size([5, 9])})),
+        r"up.weight is of shape \(5, 9\) in it, expected \(9, 5\) as in the model",
+    ),
+    "untrained": (
+        "zero2-1",
+        "*model*",
+        changed_model(lambda content: content["param_shapes"][1].pop("up.bias")),
+        "no state of up.bias, which the optimizer trains",
+    ),
+    "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
+    "a moment is short": (
+        "zero3-2",
+        "exp_avg.pt",
+        lambda path: torch.save(torch.zeros(1), path),
+        "embed.weight has 1 elements in it, expected 35; it is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_continued_changes_nothing(tmp_path: Path, fault: str) -> None:
+    folder, pattern, change, sentence = FAULTS[fault]
+    copy = edited(tmp_path, folder, pattern, change)
+    model, optimizer = training()
+    with refused(
+        optimizer, CheckpointError, f"{sentence}.*nothing was loaded" if "nothing" not in sentence else sentence
+    ):
+        deepspeed.load(copy / "universal" if "moment" in fault else copy, model, optimizer)
+    assert not model.shift.any()
+
+
+def test_other_parameter_groups_are_refused() -> None:
+    model, _ = training()
+    optimizer = SpeculativeCPUAdamW([one for one in model.parameters() if one.requires_grad])
+    with refused(optimizer, CheckpointError, "other parameter groups than the optimizer"):
+        deepspeed.load(DATA / "zero3-2", model, optimizer)
+
+
+class Trap:
+    """Would leave a file behind if a checkpoint could call anything."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call, (deepspeed_run.__file__, "trapped")
+
+
+@pytest.mark.parametrize("call", [shutil.copy, os.symlink])
+def test_nothing_that_a_checkpoint_names_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = torch.load(DATA / "zero2-1/global_step3/mp_rank_00_model_states.pt", weights_only=True)
+    change: Any = lambda path: torch.save({**content, "trap": Trap(call)}, path)  # noqa: E731
+    copy = edited(tmp_path, "zero2-1", "*model*", change)
+    model, optimizer = training()
+    if call is shutil.copy:  # unknown to torch, thus inert
+        deepspeed.load(copy, model, optimizer)
+    else:  # torch loads nothing that names the system
+        with refused(optimizer, CheckpointError, "model_states.pt is damaged, or holds what is not loaded"):
+            deepspeed.load(copy, model, optimizer)
+    assert not Path("trapped").exists()
+
+
+def test_state_is_read_a_parameter_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    flat = zero_checkpoint.ZeroCheckpoint.flat
+
+    def counted(self: Any, name: str, key: str) -> torch.Tensor:
+        asked.append(name)
+        return flat(self, name, key)
+
+    monkeypatch.setattr(zero_checkpoint.ZeroCheckpoint, "flat", counted)
+    checkpoint = zero_checkpoint.ZeroCheckpoint(DATA / "zero3-2")
+    model, optimizer = training()
+    targets = dict(model.named_parameters())
+    entries = deepspeed._state_dict(checkpoint, targets, optimizer)["state"]
+    assert not asked
+    next(iter(entries.values()))
+    assert {*asked} == {"embed.weight"}
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # it looks for ninja there
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_itself_writes_what_is_read(tmp_path: Path, environment: dict[str, str], stage: int) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*program, deepspeed_run.__file__, str(tmp_path / "run"), json.dumps({"stage": stage})]
+    subprocess.run(words, env=environment, check=True, capture_output=True)
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    convert += ["--input_folder", str(tmp_path / "run/global_step3"), "--output_folder", str(tmp_path / "universal")]
+    subprocess.run(convert, env=environment, check=True, capture_output=True)
+    model, optimizer = training()
+    deepspeed.load(tmp_path / "run", model, optimizer)
+    assert_same(loaded(model, optimizer), universal(tmp_path / "universal"))
+    expected = json.loads((tmp_path / "run/losses.json").read_text())
+    assert all(map(math.isfinite, expected))
+    assert later_losses(model, optimizer) == pytest.approx(expected, rel=TOLERANCE)
