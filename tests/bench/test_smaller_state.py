@@ -14,8 +14,8 @@ from measures.state_formats import FORMATS, OverMasters
 from measures.state_training import FINE_TUNING, FROM_SCRATCH, SpreadOfRuns
 from torch.optim import AdamW
 
-from superadam.kernels.traffic import state_bytes
 from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.traffic import state_bytes
 
 BETAS = (0.9, 0.999)
 OURS = [name for name, form in FORMATS.items() if form.is_ours]
