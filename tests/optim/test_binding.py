@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from support.visible import bits
@@ -94,3 +96,26 @@ def test_a_parameter_without_memory_is_refused_from_the_first_step_on(when: str,
     freed.grad = None
     optimizer.step()
     assert bits(other) != before
+
+
+CALLS = {
+    "reading what programs hold": lambda optimizer: optimizer._binding.bound(optimizer.param_groups),
+    "adopting what they wrote": lambda optimizer: optimizer._binding._transaction.adopt_outside_writes(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_read_while_a_pass_of_the_worker_runs(call):
+    """Which writes state, and reads where parameters lie."""
+    weight = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    optimizer = SpeculativeCPUAdam([weight])
+    give_gradients([weight], 1)
+    optimizer.step()
+    held = optimizer.state[weight]
+    with ThreadPoolExecutor(1) as threads:
+        with optimizer._binding._transaction.lock:
+            done = threads.submit(CALLS[call], optimizer)
+            with pytest.raises(TimeoutError):
+                done.result(0.2)
+        done.result(60)
+    assert held["step"] == 1
