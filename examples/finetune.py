@@ -34,9 +34,8 @@ except ImportError as error:
     sys.exit(f'finetune.py cannot be run ({error}); pip install "superadam[finetune]"')
 
 from superadam.integrations import distributed_checkpoint
-from superadam.integrations.planned_memory import check_memory
+from superadam.integrations.planned_memory import check_memory, setting_of
 from superadam.integrations.transformers import offload
-from superadam.plan.memory import Setting
 
 
 @dataclass
@@ -114,44 +113,16 @@ def examples_of(script: ScriptArguments, *, evaluates: bool) -> Any:
     return dataset
 
 
-def place_of(model: ModelConfig, training: SFTConfig) -> dict[str, Any]:
-    """Return what from_pretrained() needs to find a model."""
-    revision = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
-    return {"pretrained_model_name_or_path": model.model_name_or_path, **revision}
-
-
-def model_of(model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> Any:
+def model_of(config: Any, place: dict[str, Any], model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> Any:
     """Return the model, loaded or with random weights, in the dtype that was asked for."""
     dtype = model.dtype if model.dtype in (None, "auto") else getattr(torch, model.dtype)
     options = {"dtype": dtype, "attn_implementation": model.attn_implementation}
-    config = transformers.AutoConfig.from_pretrained(**(place := place_of(model, training)))
     if not arguments.random_weights:
         if hasattr(config, "quantization_config"):
             config.quantization_config["dequantize"] = True  # the 4 bits of GPT-OSS cannot be trained
         return transformers.AutoModelForCausalLM.from_pretrained(**place, config=config, **options)
     transformers.set_seed(training.seed)
     return transformers.AutoModelForCausalLM.from_config(config, **options)
-
-
-def check(model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> None:
-    """End the program where a GPU or the host cannot hold the run, before weights are loaded."""
-    if arguments.optimizer != "superadam" or model.use_peft or training.device.type != "cuda":
-        return
-    setting = Setting(
-        sequences=training.per_device_train_batch_size,
-        tokens=training.max_length or 1024,
-        micro_batches=training.gradient_accumulation_steps,
-        ranks=training.world_size,
-        loss="chunked" if "nll" in training.loss_type else "full",
-        moments=arguments.moments,
-        master=arguments.master,
-        checkpointing=training.gradient_checkpointing,
-    )
-    config = transformers.AutoConfig.from_pretrained(model.model_name_or_path)
-    try:
-        check_memory(config, setting, torch.cuda.mem_get_info(training.device)[1])
-    except MemoryError as error:
-        sys.exit(f"finetune.py: {error}")
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -163,10 +134,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def start_of(training: SFTConfig) -> str | None:
-    """Return the checkpoint to continue from, or None to start: of the output folder, for `auto`.
-
-    Ends the program where a start would mix with the checkpoints of another run, or ranks do not share the folder.
-    """
+    """Return the checkpoint to continue from, if any; end the program where runs would mix or ranks share no folder."""
     folder, resume = Path(training.output_dir), training.resume_from_checkpoint
     if training.world_size > 1 and not training.save_on_each_node:
         try:
@@ -212,18 +180,26 @@ def main() -> None:
         told = f"finetune.py: the ranks could not meet ({reason}); start all of them with one torchrun command"
         sys.exit(told if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
     if not script.dataset_name or not model.model_name_or_path:
-        parser.error("say what to train and on what: --model_name_or_path and --dataset_name")
+        sys.exit("finetune.py: say what to train and on what, with --model_name_or_path and --dataset_name")
     refuse(arguments, script, training, model)
     check_folders(script, training, model)
     dataset = examples_of(script, evaluates=training.eval_strategy != "no")
     start = start_of(training)
-    check(model, arguments, training)
+    revision = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
+    place = {"pretrained_model_name_or_path": model.model_name_or_path, **revision}
+    config = transformers.AutoConfig.from_pretrained(**place)
+    if arguments.optimizer == "superadam" and training.device.type == "cuda":
+        setting = setting_of(training, arguments.moments, arguments.master)
+        try:
+            check_memory(config, setting, torch.cuda.mem_get_info(training.device)[1])
+        except MemoryError as error:
+            sys.exit(f"finetune.py: {error}")
     trainer = SFTTrainer(
-        model_of(model, arguments, training),
+        model_of(config, place, model, arguments, training),
         training,
         train_dataset=dataset[script.dataset_train_split],
         eval_dataset=dataset.get(script.dataset_test_split) if training.eval_strategy != "no" else None,
-        processing_class=transformers.AutoTokenizer.from_pretrained(**place_of(model, training)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(**place),
     )
     if arguments.optimizer == "superadam":
         offload(trainer, moments=arguments.moments, master=arguments.master)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -12,6 +13,20 @@ from superadam.host.memory import HostMemory, gigabytes
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind, Rate
 from superadam.plan.memory import MAPPED, RESUMING, SAVING, Setting, Subject, activations_for, memory_of
+
+
+def setting_of(training: Any, moments: str, master: str) -> Setting:
+    """Return how a run of TRL's `SFTConfig` trains, as far as it counts for memory."""
+    return Setting(
+        sequences=training.per_device_train_batch_size,
+        tokens=training.max_length or 1024,
+        micro_batches=training.gradient_accumulation_steps,
+        ranks=training.world_size,
+        loss="chunked" if "nll" in training.loss_type else "full",
+        moments=moments,
+        master=master,
+        checkpointing=training.gradient_checkpointing,
+    )
 
 
 def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, host: Host | None = None) -> None:

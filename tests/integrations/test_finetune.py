@@ -103,7 +103,7 @@ def finetune(folder: Path, out: Path, *words: str, prepare: Callable[[Any], None
         names = runpy.run_path(str(SCRIPT))
         if prepare is not None:
             make = names["model_of"]
-            names["main"].__globals__["model_of"] = lambda *given: (prepare(given[2]), make(*given))[1]
+            names["main"].__globals__["model_of"] = lambda *given: (prepare(given[4]), make(*given))[1]
         names["main"]()
     return printed.getvalue()
 
