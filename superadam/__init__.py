@@ -2,8 +2,9 @@
 
 from importlib.metadata import version as _version
 
+# First, because it says in one sentence when kernels are missing.
+from superadam.kernels.native import active_isa, available_isas, get_num_threads, set_num_threads  # isort: skip
 from superadam.devices.worker import WorkerError
-from superadam.kernels.native import active_isa, available_isas, get_num_threads, set_num_threads
 from superadam.offload.placement import Placement
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.offload.statistics import OverlapStatistics

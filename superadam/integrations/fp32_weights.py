@@ -18,15 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from superadam.distributed import shards
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
-from superadam.kernels.torch_private import dtensor_like
+from superadam.kernels.torch_private import WRAPPER_NAMES, dtensor_like
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.entry import Encoded, raw
 
 FILE_BYTES = 5_000_000_000
 """Of one file of safetensors, as transformers writes them."""
 
-WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
-"""What compiled models and activation checkpointing put into the names of parameters."""
+WRAPPERS = re.compile("|".join(re.escape(f"{name}.") for name in WRAPPER_NAMES))
 
 
 def reshard(model: nn.Module) -> None:

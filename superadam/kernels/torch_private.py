@@ -144,6 +144,9 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
     return any(issubclass(type(one), fsdp.FullyShardedDataParallel) for one in gc.get_objects())
 
 
+WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What compiled models and activation checkpointing put into the names of parameters."""
+
 STEP_MARK = "_opt_called"
 """The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 

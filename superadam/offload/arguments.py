@@ -30,12 +30,18 @@ def unwrapped(optimizer: SpeculativeCPUAdam) -> SpeculativeCPUAdam:
 def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeCPUAdam:
     """Return the optimizer without its wrapper.
 
-    Raises TypeError unless it is a `SpeculativeCPUAdam` and the model an `nn.Module`; RuntimeError if a wrapper or
-    another rank would have to reduce gradients first.
+    Raises TypeError unless it is a `SpeculativeCPUAdam` and the model an `nn.Module`; ValueError if that has none of
+    its parameters; RuntimeError if a wrapper or another rank would have to reduce gradients first.
     """
     inner = unwrapped(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
+    trained = {*map(id, model.parameters())}
+    if trained and trained.isdisjoint(id(one) for group in inner.param_groups for one in group["params"]):
+        raise ValueError(
+            "the model has none of the optimizer's parameters, expected the model that it trains; pass that one, or "
+            "make the optimizer after the model's parameters were replaced"
+        )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used; importing takes a second
     wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     for wrapper in wrappers:

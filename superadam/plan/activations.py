@@ -134,7 +134,7 @@ def peaks_of(
         begin, calls = mode.now, attention.calls
         try:
             with mode:
-                run(model, torch.zeros(sequences, tokens, dtype=torch.long), loss, mode)
+                run(model, torch.zeros(sequences, tokens, dtype=torch.long, device="cpu"), loss, mode)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
             raise UnplannableError(

@@ -248,8 +248,8 @@ class ParameterTable:
 
     def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
         """Whether these rows have everything that a step reads and writes."""
-        needed = ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master")
-        return all(self._rows[name][rows].all() for name in needed)
+        is_ready = self._rows["exp_avg"][rows].all() and self._rows["master"][rows].all()
+        return bool(is_ready and (not with_max or self._rows["max_exp_avg_sq"][rows].all()))
 
     def job(self, rows: Rows, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Segments]:
         """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them."""

@@ -339,6 +339,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.machines import machine
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
-import finetune  # noqa: E402
 
 from superadam.cli.plan.presets import presets  # noqa: E402
 from superadam.host.machine import Host  # noqa: E402
-from superadam.integrations.planned_memory import check_memory  # noqa: E402
+from superadam.integrations.planned_memory import check_memory, setting_of  # noqa: E402
 from superadam.plan.memory import Setting  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -60,12 +58,8 @@ def test_what_cannot_be_planned_is_not_refused(tmp_path: Path) -> None:
     check_memory(config, Setting(), 1, host_of(tmp_path, 1))
 
 
-def test_finetune_ends_before_weights_are_loaded(llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the options of TRL as they are parsed; only the GPU is made up."""
-    llama.save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 20 * GIB))
+def test_options_of_trl_are_those_of_a_plan(llama: Any, tmp_path: Path) -> None:
     training = SimpleNamespace(
-        device=torch.device("cuda"),
         per_device_train_batch_size=4,
         max_length=4096,
         gradient_accumulation_steps=1,
@@ -73,9 +67,7 @@ def test_finetune_ends_before_weights_are_loaded(llama: Any, monkeypatch: pytest
         loss_type="nll",
         gradient_checkpointing=True,
     )
-    model = SimpleNamespace(model_name_or_path=str(tmp_path), use_peft=False)
-    arguments = finetune.FineTuning()
-    with pytest.raises(SystemExit, match=r"finetune.py: training needs about .* of the (GPU|host)'s memory"):
-        finetune.check(model, arguments, training)
-    training.device = torch.device("cpu")
-    finetune.check(model, arguments, training)
+    setting = setting_of(training, "fp32", "fp32")
+    assert setting == Setting(sequences=4, tokens=4096, micro_batches=1, ranks=1, loss="chunked", checkpointing=True)
+    with pytest.raises(MemoryError, match=r"training needs about .* of the (GPU|host)'s memory"):
+        check_memory(llama, setting, 20 * GIB, host_of(tmp_path, 512))

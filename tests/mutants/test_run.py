@@ -26,7 +26,7 @@ def test_every_source_has_tests() -> None:
     assert mirror_of(ROOT, "superadam/step/outcome.py") == mirror_of(ROOT, "superadam/step/transaction.py")
     assert "tests/gpu/test_gpu_adam.py" in mirror_of(ROOT, "gpu/adam.py")
     assert "tests/host/test_signals.py" in mirror_of(ROOT, "cpu/signals.c")
-    assert "tests/devices/test_devices.py" in mirror_of(ROOT, "superadam/testing/simulated.py")
+    assert "tests/devices/test_simulated.py" in mirror_of(ROOT, "superadam/testing/simulated.py")
 
 
 def test_a_copy_has_every_module_in_c() -> None:

@@ -114,6 +114,7 @@ def test_wrong_kinds() -> None:
     refused(TypeError, told.format("Sequential"), check_model, model, adam(model))
     told = "^model is a function, expected the nn.Module whose parameters are optimized$"
     refused(TypeError, told, check_model, adam(model), lambda x: x)
+    refused(ValueError, "^the model has none of the optimizer's parameters, ", check_model, adam(model), mlp())
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
