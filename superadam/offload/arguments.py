@@ -36,8 +36,9 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
     inner = unwrapped(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
+    optimized = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     trained = {*map(id, model.parameters())}
-    if trained and trained.isdisjoint(id(one) for group in inner.param_groups for one in group["params"]):
+    if optimized and trained and optimized.isdisjoint(trained):
         raise ValueError(
             "the model has none of the optimizer's parameters, expected the model that it trains; pass that one, or "
             "make the optimizer after the model's parameters were replaced"

@@ -187,7 +187,8 @@ def test_what_is_unknown_is_refused(rank):
     half = [Part("weight", (4, 3), stage, [Shard(0)])]
     told = rf"^weight is distributed over ranks \[{2 * (rank // 2)}, .* of a job of 4, .* pass process_group="
     refused(ValueError, told, lambda: one_step(half))
-    refused(ValueError, told, lambda: OffloadScheduler(SpeculativeCPUAdamW(Trained(half).named()), Trained(half)))
+    model = Trained(half)
+    refused(ValueError, told, lambda: OffloadScheduler(SpeculativeCPUAdamW(model.named()), model))
     told = r"^the copies of a parameter on ranks \[0, 1\] and \[2, 3\] have gradients that differ, expected the same"
     refused(RuntimeError, told, lambda: one_step(half, world, gradients=1 + rank // 2))
     told = r"^weight is \(4, 3\) on ranks \[0, 1\] and \(5, 3\) on ranks \[2, 3\], expected the same parameter"
