@@ -93,6 +93,12 @@ def test_another_version_of_dlpack_is_refused():
             _places.use(capsule, None, None, "", "")
 
 
+def test_what_torch_calls_itself_is_taken_again() -> None:
+    names = Tensor.untyped_storage, torch.UntypedStorage.nbytes, "_cdata", "_version"
+    assert _places.use(Tensor.__dlpack_c_exchange_api__, *names) is None
+    test_both_ways_find_the_same()
+
+
 class Shortening(Tensor):
     """Drops the rest of a list when it is looked at."""
 

@@ -119,3 +119,15 @@ def test_nothing_is_read_while_a_pass_of_the_worker_runs(call):
                 done.result(0.2)
         done.result(60)
     assert held["step"] == 1
+
+
+def test_a_parameter_that_was_made_unfit_is_named():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = SpeculativeCPUAdam([weight])
+    give_gradients([weight], 1)
+    optimizer.step()
+    weight.data = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is complex \(torch.complex64\), expected a real"):
+        optimizer.step()
+    weight.data = torch.ones(3)
+    optimizer.step()
