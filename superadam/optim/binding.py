@@ -375,8 +375,8 @@ class Binding(GradientHolder):
         self._tell_of_others(states)
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         try:
-            for row, (state, name) in enumerate(zip(states, names, strict=True)):
-                state.row, state.name = row, name
+            for state, name in zip(states, names, strict=True):
+                state.name = name
             table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
             for state in states:
                 self.published.read(state, table, moved.get(id(state), ()))

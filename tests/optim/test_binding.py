@@ -121,13 +121,32 @@ def test_nothing_is_read_while_a_pass_of_the_worker_runs(call):
     assert held["step"] == 1
 
 
-def test_a_parameter_that_was_made_unfit_is_named():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = SpeculativeCPUAdam([weight])
-    give_gradients([weight], 1)
+def test_parameters_are_named_as_they_are_listed_now():
+    parameters = [nn.Parameter(torch.ones(length)) for length in (3, 4)]
+    optimizer = SpeculativeCPUAdam([{"params": [one]} for one in parameters])
+    give_gradients(parameters, 1)
     optimizer.step()
-    weight.data = torch.ones(3, dtype=torch.complex64)
-    with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is complex \(torch.complex64\), expected a real"):
+    optimizer.param_groups.reverse()
+    parameters[0].grad = torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match=r"^the gradient of parameter 0 of group 1 is sparse, "):
         optimizer.step()
-    weight.data = torch.ones(3)
-    optimizer.step()
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is complex "):
+        optimizer.step()
+
+
+def test_a_write_that_no_sample_shows_counts_where_parameters_are_bound_anew():
+    def train(optimizer, weight):
+        for number in range(3):
+            if number == 1:
+                with torch.no_grad():
+                    weight[1234] = 0.5
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+            give_gradients([weight], number)
+            optimizer.step()
+
+    weight = nn.Parameter(torch.linspace(-1, 1, 9000, dtype=torch.bfloat16))
+    optimizer = SpeculativeCPUAdam([weight], lr=1e-3)
+    train(optimizer, weight)
+    assert abs(optimizer.state[weight]["master"][1234] - 0.5) < 0.01
+    assert abs(weight[1234] - 0.5) < 0.01
