@@ -53,10 +53,6 @@ def dense(numel: float, forward: float, backward: float, layers: int = 40) -> tu
     return work, parts, placement
 
 
-def _machine(name: str) -> Machine:
-    return machines.read(name)
-
-
 def _with_cpu(machine: Machine, bandwidth: float) -> Machine:
     return replace(machine, cpu_bandwidth=replace(machine.cpu_bandwidth, value=bandwidth))
 
@@ -67,7 +63,7 @@ def _alone(machine: Machine, moved: float) -> float:
 
 
 def _optimizer(published: str, machine: str, numel: float, decided_by: str) -> Prediction:
-    seconds = numel * _alone(_machine(machine), CPU_ADAM)
+    seconds = numel * _alone(machines.read(machine), CPU_ADAM)
     return Prediction(f"{published} s", f"{seconds:.3f} s", decided_by)
 
 
@@ -94,7 +90,7 @@ def _clock(machine: Machine, active: float, tokens: float, *, recomputes: bool =
 
 def _streamed(published: str, machine: str, numel: float, tokens: float, unit: str) -> Prediction:
     """Predict a model whose weights flow and whose optimizer begins after backward."""
-    found = _machine(machine)
+    found = machines.read(machine)
     forward, backward = _clock(found, numel, tokens)
     work, _, _ = dense(numel, forward, backward)
     seconds = simulate(rates_of(found), replace(work, flows=True)).clock + numel * _alone(found, CPU_ADAM)
@@ -108,14 +104,14 @@ def _rate_of(name: str, tokens: int) -> float:
     """Return the hardware's TFLOP/s of a preset with 4 sequences on one GH200."""
     preset = presets()[name]
     answer = answer_for(
-        name, Subject.of(preset.config), Setting(4, tokens), _machine("gh200"), EFFICIENCY, looks_for_gains=False
+        name, Subject.of(preset.config), Setting(4, tokens), machines.read("gh200"), EFFICIENCY, looks_for_gains=False
     )
     return answer.timings[0].hardware_rate / 1e12
 
 
 def _superoffload() -> Prediction:
     found = {name: _rate_of(name, 4096) for name in ("qwen3-14b", "phi-4", "gpt-oss-20b")}
-    machine = _machine("gh200")
+    machine = machines.read("gh200")
     numel = presets()["gpt-oss-20b"].parameters
     floor = numel * _alone(machine, CPU_ADAM)
     words = ", ".join(f"{name} {rate:.0f}" for name, rate in found.items())
@@ -128,7 +124,7 @@ def _superoffload() -> Prediction:
 
 
 def _largest() -> Prediction:
-    machine = _machine("gh200")
+    machine = machines.read("gh200")
     by_host = {
         words: machine.host_memory.value / each / GIGA
         for words, each in {"fp32 state": 16.6, "bf16 moments and 24-bit masters": 11.6}.items()
@@ -144,7 +140,7 @@ def _long() -> Prediction:
     width, layers, numel, tokens = 5120, 40, 13e9, float(1 << 20)
     linear, scores = 6 * numel * tokens, 6 * tokens * tokens * width * layers
     seconds = (linear + scores) / (EFFICIENCY * 8 * 989e12)
-    adam = numel / 8 * _alone(_machine("gh200"), CPU_ADAM)
+    adam = numel / 8 * _alone(machines.read("gh200"), CPU_ADAM)
     return Prediction(
         "55 % MFU",
         f"{scores / (linear + scores):.0%} of the operations are attention; {seconds:.0f} s a step, Adam {adam:.2f} s",
@@ -153,7 +149,7 @@ def _long() -> Prediction:
 
 
 def _trained(published: str, machine: str, active: float, tokens: float) -> Prediction:
-    found = _machine(machine)
+    found = machines.read(machine)
     seconds = sum(_clock(found, active, tokens))
     words = f"{tokens / seconds:,.0f} tokens/s a GPU"
     return Prediction(
@@ -162,7 +158,7 @@ def _trained(published: str, machine: str, active: float, tokens: float) -> Pred
 
 
 def _alps(published: str, *, overlaps: bool) -> Prediction:
-    clock, machine = 4 * 2048 / 14_600, _machine("gh200")
+    clock, machine = 4 * 2048 / 14_600, machines.read("gh200")
     work, parts, placement = dense(7.7e9 / 4, clock / 3, 2 * clock / 3)
     rates = rates_of(machine)
     seconds = placed(rates, work, parts, placement, 40e9, 12.0)[2].seconds if overlaps else synchronous(rates, work)
@@ -184,9 +180,9 @@ H200_CPU = "GB/s of the CPU for each rank, 57 assumed; the clock is the row with
 def predictions() -> Mapping[str, Callable[[], Prediction]]:
     """Return how each row that says enough is predicted, by its id."""
     quarter = 30.53e9 / 8
-    ryzen = _with_cpu(_machine("rtx4090-desktop"), 0.75 * 51.2e9)
-    h200, workstation = _machine("h200"), _machine("rtx4090-workstation")
-    a100 = _with_cpu(_machine("h100"), 0.75 * 410e9 / 4)
+    ryzen = _with_cpu(machines.read("rtx4090-desktop"), 0.75 * 51.2e9)
+    h200, workstation = machines.read("h200"), machines.read("rtx4090-workstation")
+    a100 = _with_cpu(machines.read("h100"), 0.75 * 410e9 / 4)
     grace = "486 GB/s by STREAM: the floor of memory; the published times are 341 to 368"
     ddr4 = "DDR4 with two channels, 38 GB/s assumed; the clock is the row without offload"
     return {
@@ -275,7 +271,7 @@ def figures_table() -> list[str]:
 
 def gain_table(numel: float = 13e9) -> list[str]:
     """Return the gain over an optimizer after backward by tokens of a step, for a dense model on one GH200."""
-    machine = _machine("gh200")
+    machine = machines.read("gh200")
     lines = [
         "| tokens of a step | forward and backward | without overlap | with | gain |",
         "|---:|---:|---:|---:|---:|",
@@ -294,10 +290,13 @@ def gain_table(numel: float = 13e9) -> list[str]:
 def expectation(name: str) -> tuple[str, str]:
     """Return a preset's row of the table, and the line in its file that says what it expects."""
     preset = presets()[name]
-    names = ("sequences", "tokens", "ranks", "micro_batches", "moments", "master")
-    setting = Setting(**{one: getattr(preset, one) for one in names})
     answer = answer_for(
-        name, Subject.of(preset.config), setting, _machine(preset.machine), EFFICIENCY, looks_for_gains=False
+        name,
+        Subject.of(preset.config),
+        preset.setting,
+        machines.read(preset.machine),
+        EFFICIENCY,
+        looks_for_gains=False,
     )
     (timing,), memory = answer.timings, answer.memory
     gpu, host = max(map(total, memory.gpu.values())) / GIGA, total(memory.host[TRAINING]) / GIGA

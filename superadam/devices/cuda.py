@@ -36,7 +36,7 @@ LEFT_TO_TRAINING = 2
 class CudaDevice(Device):
     """A GPU that torch addresses as `cuda`, the current one without an index; raises ValueError for another type."""
 
-    _cuda: Any = torch.cuda
+    _cuda: Any = torch.cuda  # in whose place, and in that of the kernels, a simulated accelerator may stand
     _gpu: Any = gpu
 
     def __init__(self, device: torch.device | str, host: Host | None = None) -> None:

@@ -33,6 +33,7 @@ from superadam.handles.taken_gradient import (
     needs_present_mode,
 )
 from superadam.kernels import torch_private
+from superadam.kernels.nested import map_tensors, tensors_in
 from superadam.kernels.torch_private import is_tracing, missing, storage_key, storage_use_count, tensor_use_count
 
 aten = torch.ops.aten
@@ -177,7 +178,7 @@ def _give_back_before(module: Any, name: str) -> None:
 
     @functools.wraps(ordinary)
     def function(*args: Any, **kwargs: Any) -> Any:
-        for one in _tensors([*args, *kwargs.values()]):
+        for one in tensors_in([*args, *kwargs.values()]):
             if isinstance(one, GradientHandle):
                 _memory(one)
         return ordinary(*args, **kwargs)
@@ -205,19 +206,6 @@ if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.te
 _Positions = list[tuple[int, str]]
 
 
-def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
-    """Return an argument or a result with its tensors replaced."""
-    if isinstance(value, Tensor):
-        return of(value)
-    return type(value)([_map(item, of) for item in value]) if isinstance(value, list | tuple) else value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map(value, found.append)
-    return found
-
-
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the values of handles; those that it writes to or returns aliases of are given back."""
     written, aliased = _positions(operation)
@@ -238,8 +226,8 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             memory.add(storage_key(value.untyped_storage()))
         return value
 
-    result = operation(*_map(args, ordinary), **{name: _map(value, ordinary) for name, value in kwargs.items()})
-    dense = [tensor for tensor in _tensors(result) if tensor.layout is torch.strided] if memory else []
+    result = operation(*map_tensors(args, ordinary), **map_tensors(kwargs, ordinary))
+    dense = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided] if memory else []
     if any(storage_key(tensor.untyped_storage()) in memory for tensor in dense):  # although the schema says otherwise
         for handle in read:
             _memory(handle)
@@ -248,7 +236,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _memory(handle)
         if not given.is_inference():
             torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
-    return _map(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
+    return map_tensors(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
 
 
 @functools.cache
@@ -265,7 +253,7 @@ def _positions(operation: Any) -> tuple[_Positions, _Positions]:
 
 def _handles_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
     values = [args[position] if position < len(args) else kwargs.get(name) for position, name in positions]
-    return [tensor for tensor in _tensors(values) if isinstance(tensor, GradientHandle)]
+    return [tensor for tensor in tensors_in(values) if isinstance(tensor, GradientHandle)]
 
 
 # -- operations that are answered or recorded: these functions return NotImplemented where they cannot -----------------

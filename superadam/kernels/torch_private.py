@@ -207,13 +207,6 @@ if missing:  # modules count references once when they are imported
     tensor_use_count = storage_use_count = base_of = _uncounted
 
 
-def dispatch_mode() -> Any:
-    """Return the class of modes that see every operation; only `superadam.testing` needs it."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    return TorchDispatchMode
-
-
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
@@ -286,15 +279,18 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     return whole
 
 
-def modes_of_dispatch() -> tuple[Any, Any]:
-    """Return the mode under which tensors have no memory, and the class of modes that see every operation.
+# -- modes, which `superadam plan` and `superadam.testing` need, and no training: importing them takes a while ---------
 
-    Importing them takes a while. `superadam plan` needs them, and no training does.
 
-    Raises:
-        ImportError: torch has them no longer.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def dispatch_mode() -> Any:
+    """Return the class of modes that see every operation; raises ImportError where torch has it no longer."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    return FakeTensorMode, TorchDispatchMode
+    return TorchDispatchMode
+
+
+def fake_tensor_mode() -> Any:
+    """Return the class of modes in which tensors have no memory; raises ImportError where torch has it no longer."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode

@@ -92,7 +92,8 @@ class OffloadScheduler(GradientHolder):
         trace: what happened when, in the last steps.
 
     Raises:
-        ValueError: an argument is out of range, or the device cannot keep buckets.
+        ValueError: an argument is out of range, the device cannot keep buckets, or the model has none of the
+            optimizer's parameters.
         MemoryError: the host can never hold state, gradients and new values, or the device the state of `gpu_buckets`;
             where the host only seems to have too little, there is a warning.
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model not an `nn.Module`.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from superadam.kernels.torch_private import modes_of_dispatch
+from superadam.kernels.torch_private import dispatch_mode, fake_tensor_mode
 from superadam.plan import UnplannableError, attention
 from superadam.plan.models import build, on_meta, period_of, with_layers
 
@@ -35,7 +35,7 @@ class Activations:
     last: int  # at its end, when one layer is left
 
 
-class Live(modes_of_dispatch()[1]):  # type: ignore[misc]
+class Live(dispatch_mode()):  # type: ignore[misc]
     """Counts the bytes of storages that are alive, those made inside included: `now`, and the `peaks` of phases."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def peaks_of(
     `UnplannableError` where the model cannot be run so.
     """
     attention.register()
-    with modes_of_dispatch()[0](allow_non_fake_inputs=True):
+    with fake_tensor_mode()(allow_non_fake_inputs=True):
         model, mode = recomputing(build(config, attention.NAME), is_wanted=checkpointing), Live()
         for one in (*model.parameters(), *model.buffers()):
             mode.add(one)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from superadam.plan import UnplannableError
+from superadam.plan.events import Passes
 
 
 class Kind(enum.Enum):
@@ -37,8 +38,8 @@ class Rate:
     source: str
 
 
-PASSES = ("norm", "speculate", "commit", "fused", "update")
-"""Fields of `superadam.plan.events.Passes`."""
+PASSES = tuple(one.name for one in fields(Passes))
+"""The passes of which a machine may have its own seconds."""
 
 
 @dataclass(frozen=True, slots=True)

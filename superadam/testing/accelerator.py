@@ -31,6 +31,7 @@ from superadam.gpu import Backend
 from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.nested import map_tensors, tensors_in
 from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.torch_private import dispatch_mode, ordinary_tensors, schema_of
 from superadam.testing import stand_in
@@ -101,6 +102,13 @@ class SimulatedStream:
         self.end().synchronize()
 
 
+class Lease(weakref.ref[Any]):
+    """A reference to what keeps the block at `address`, whose callback is a function of C: no signal interrupts it."""
+
+    __slots__ = ("address",)
+    address: int
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     """Memory of a stream, for as long as a tensor refers to its lease, and until the `ends` of streams that used it."""
@@ -108,7 +116,7 @@ class Block:
     memory: np.ndarray[Any, Any]
     stream: SimulatedStream
     is_on_host: bool
-    lease: weakref.ref[Any]
+    lease: Lease
     used_by: set[SimulatedStream] = field(default_factory=set)
     ends: tuple[SimulatedEvent, ...] = ()
 
@@ -132,7 +140,7 @@ class SimulatedAccelerator:
         self.registered: dict[int, int] = {}  # sizes of pinned memory, by address
         self.streams: list[SimulatedStream] = []
         self.first = self.Stream()  # of the model
-        self._freed: collections.deque[int] = collections.deque()  # appended to in any thread, at any moment
+        self._freed: collections.deque[Lease] = collections.deque()  # appended to in any thread, at any moment
         self._local = threading.local()
 
     # ---- as torch.cuda -----------------------------------------------------------------------------------------------
@@ -217,16 +225,17 @@ class SimulatedAccelerator:
         """Return a tensor as this one in memory of the current stream, or of the host, that holds NaN."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
         memory = np.full(max(span, 1) * like.itemsize, 0xFF, np.uint8)
-        address, lease = memory.ctypes.data, memory.view()
-        end = weakref.ref(lease, lambda _: self._freed.append(address))
-        self.blocks[address] = Block(memory, self.current_stream(), is_on_host, end)
+        held = memory.view()
+        lease = Lease(held, self._freed.append)
+        lease.address = memory.ctypes.data
+        self.blocks[lease.address] = Block(memory, self.current_stream(), is_on_host, lease)
         with ordinary_tensors():
-            return _in_storage(_storage_of(lease), like)
+            return _in_storage(_storage_of(held), like)
 
     def collect(self) -> None:
         """Fill what was dropped, each block when its stream and those that have used it have come that far."""
         while self._freed:
-            block = self.blocks.pop(self._freed.popleft())
+            block = self.blocks.pop(self._freed.popleft().address)
             block.ends = tuple([stream.end() for stream in block.used_by])
             block.stream.operations.append((block.fill, block.ends))
 
@@ -269,7 +278,7 @@ class SimulatedAccelerator:
     def dispatch(self, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Enqueue an operation to the current stream where it is the device's; return what it will have computed."""
         schema = schema_of(operation)
-        tensors = _tensors((arguments, options))
+        tensors = tensors_in((arguments, options))
         aliases = [one.alias_info for one in schema.returns]
         is_there = any(not self.is_host(one) for one in tensors) if tensors else self._local.allocates
         is_there &= self._local.allocates or not (schema.name in _MAKERS and options.get("device") is not None)
@@ -281,7 +290,7 @@ class SimulatedAccelerator:
             stream.synchronize()  # the host computes, perhaps with a number of the device, or is told one
             return operation(*arguments, **options)
         written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-        those = _map(self.alias, (arguments, options))
+        those = map_tensors((arguments, options), self.alias)
         if written:
             named = {**dict(zip([one.name for one in schema.arguments], arguments, strict=False)), **options}
             stream.enqueue(lambda: operation(*those[0], **those[1]))
@@ -291,15 +300,15 @@ class SimulatedAccelerator:
             return results[0] if len(results) == 1 else tuple(results) or None
         made = None
         if _AT_ONCE.isdisjoint(operation.tags):
-            sample = _map(_zeros_like, (arguments, options))
+            sample = map_tensors((arguments, options), _zeros_like)
             with suppress(RuntimeError):
-                made = _map(self.allocate, operation(*sample[0], **sample[1]))
+                made = map_tensors(operation(*sample[0], **sample[1]), self.allocate)
         if made is None:
             stream.synchronize()
-            return _map(self.there, operation(*those[0], **those[1]))
-        targets = _map(self.alias, made)
+            return map_tensors(operation(*those[0], **those[1]), self.there)
+        targets = map_tensors(made, self.alias)
         if tensors:
-            stream.enqueue(lambda: copy_all(_tensors(targets), _tensors(operation(*those[0], **those[1]))))
+            stream.enqueue(lambda: copy_all(tensors_in(targets), tensors_in(operation(*those[0], **those[1]))))
         return made
 
     def there(self, tensor: Tensor) -> Tensor:
@@ -335,7 +344,7 @@ class SimulatedAccelerator:
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         names = ResidentStep.__dataclass_fields__
-        those = [ResidentStep(**{name: _map(self.alias, getattr(one, name)) for name in names}) for one in steps]
+        those = [ResidentStep(**{name: map_tensors(getattr(one, name), self.alias) for name in names}) for one in steps]
         self.current_stream().enqueue(lambda: stand_in.update(those, sets))
 
 
@@ -370,21 +379,6 @@ class Questions(TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
-def _map(of: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return an argument or a result with its tensors replaced."""
-    if isinstance(value, Tensor):
-        return of(value)
-    if isinstance(value, dict):
-        return {name: _map(of, one) for name, one in value.items()}
-    return type(value)([_map(of, one) for one in value]) if isinstance(value, list | tuple) else value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map(found.append, value)
-    return found
-
-
 def _storage_of(memory: Any) -> torch.UntypedStorage:
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
@@ -398,9 +392,8 @@ def _zeros_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
 
-def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
-    """Copy each source that has a target, in place of what it would have been enqueued for."""
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target."""
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
-            if isinstance(target, Tensor):
-                target.copy_(source)
+            target.copy_(source)

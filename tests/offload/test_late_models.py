@@ -83,7 +83,7 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
         "master": choices.choice(["fp32", "24bit"]),
     }
     hidden = ["master"] if dtype == torch.float32 else []  # on the host the parameter is its own
-    micro_batches, sums = choices.choice([1, 1, 2]), choices.choice([None, torch.float32])
+    micro_batches, announces = choices.choice([1, 1, 2]), choices.choice([False, True])
     actions = [
         choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"])
         for _ in range(STEPS)
@@ -92,7 +92,6 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
     scheduled = {
         "bucket_numel": choices.choice([1, 100, 700, 10**6]),
         "gpu_buckets": choices.choice([0, 0, 1, 2, 100]),
-        "transfer_dtype": "auto",
     }
     if isinstance(device, ShortDevice) and scheduled["gpu_buckets"] == 0 and "place" not in actions:
         device.free = choices.choice([None, 0, 3000])
@@ -114,7 +113,7 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                 for micro in range(micro_batches):
                     tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(10 * step + micro))
                     is_last = micro == micro_batches - 1
-                    with nullcontext() if is_last or sums is None or overlap is None else overlap.accumulate():
+                    with nullcontext() if is_last or not announces or overlap is None else overlap.accumulate():
                         loss = model(there(tokens)).float().square().mean()
                         loss.backward()
                 if elsewhere is not None:

@@ -105,12 +105,11 @@ def setting_of(arguments: argparse.Namespace) -> tuple[Any, str]:
     from superadam.cli.plan.presets import presets
     from superadam.plan.memory import Setting
 
-    setting, machine = Setting(loss=arguments.loss, checkpointing=arguments.checkpointing), "gh200"
-    if (preset := presets().get(arguments.model)) is not None:
-        machine = preset.machine
-        names = ("sequences", "tokens", "ranks", "micro_batches", "moments", "master")
-        setting = replace(setting, **{name: getattr(preset, name) for name in names})
+    preset = presets().get(arguments.model)
+    setting, machine = (Setting(), "gh200") if preset is None else (preset.setting, preset.machine)
     given = {
+        "loss": arguments.loss,
+        "checkpointing": arguments.checkpointing,
         "sequences": arguments.batch,
         "tokens": arguments.seq,
         "micro_batches": arguments.micro_batches,

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from superadam.plan import UnplannableError
+from superadam.plan.memory import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class Preset:
         """The configuration as it was published, up to what changes no size."""
         found: PreTrainedConfig = AutoConfig.for_model(self.model_type, **self.dimensions)
         return found
+
+    @property
+    def setting(self) -> Setting:
+        """How its preset trains it."""
+        names = ("sequences", "tokens", "ranks", "micro_batches", "moments", "master")
+        return Setting(**{name: getattr(self, name) for name in names})
 
 
 @functools.cache
