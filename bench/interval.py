@@ -88,7 +88,7 @@ def main() -> None:
 
     def action(which: Pass, segments: npt.NDArray[np.void], coefficients: npt.NDArray[np.void], isa: str) -> Action:
         def run() -> None:
-            arrays.lists.records["count"] = 0
+            arrays.listed.record["count"] = 0
             native.run(which, segments, coefficients, isa=isa, threads=arguments.threads)
 
         return run
