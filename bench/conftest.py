@@ -1,14 +1,10 @@
-"""What all microbenchmarks share: how they are found, and how large they are."""
+"""How pytest finds microbenchmarks."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-
-NUMEL = int(os.environ.get("SUPERADAM_BENCH_NUMEL", 16 << 20))
-"""Elements of a large tensor; with all arrays of a pass it should be several times larger than the last cache."""
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Module | None:
@@ -17,9 +13,3 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Mod
     if file_path.match("bench_*.py") and not named:
         return pytest.Module.from_parent(parent, path=file_path)
     return None
-
-
-@pytest.fixture(scope="session")
-def numel() -> int:
-    """Return the elements of a large tensor."""
-    return NUMEL

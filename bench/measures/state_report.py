@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from measures.state_formats import FORMATS
-from measures.state_passes import PASSES, Arithmetic, FormatPass
 from measures.state_training import (
     FINE_TUNING,
     FROM_SCRATCH,
@@ -32,10 +30,8 @@ from measures.state_training import (
     SpreadOfRuns,
     Training,
 )
-from superadam.cli.bench import report
 from superadam.cli.bench.report import Environment
 from superadam.cli.usage import UsageError
-from superadam.kernels.native import Pass
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.
 _COLOURS = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#6B7280", "#B0A000")
@@ -259,102 +255,3 @@ def _draw_marks(axes: Any, title: str, result: Result | None, what: str) -> None
 
 def _colour(name: str) -> str:
     return _COLOURS[list(FORMATS).index(name) % len(_COLOURS)]
-
-
-@dataclass
-class PassResults:
-    """Passes in pairs, and their arithmetic.
-
-    Attributes:
-        is_cpu_time: whether pairs were timed in seconds of the CPU, of all threads.
-    """
-
-    is_cpu_time: bool = False
-    passes: list[FormatPass] = field(default_factory=list)
-    arithmetic: list[Arithmetic] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as plain values: seconds, bytes, ratios; an infinite rate is null."""
-        return {
-            "environment": dataclasses.asdict(Environment.here()),
-            "clock": "CPU" if self.is_cpu_time else "wall",
-            "passes": [
-                {
-                    "pass": row.which.name.lower(),
-                    "format": row.format,
-                    "threads": row.threads,
-                    "numel": row.numel,
-                    "bytes_per_element": row.bytes_per_element,
-                    **report.comparison_as_json(row.comparison),
-                }
-                for row in self.passes
-            ],
-            "arithmetic": [
-                {
-                    **dataclasses.asdict(row),
-                    "which": row.which.name.lower(),
-                    "crossing": row.crossing if math.isfinite(row.crossing) else None,
-                }
-                for row in self.arithmetic
-            ],
-        }
-
-
-def passes_table(results: PassResults, which: Pass) -> Table:
-    """Return the table of a pass in pairs: bytes, the ratio that these would give, and the ratio of times."""
-    title = f"{_name(which)}, over the same with fp32 state"
-    table = _table(title, "state", "B", "of fp32", "thr.", "ms", "time", "quartiles")
-    plain = next(row.bytes_per_element for row in results.arithmetic if (row.which, row.format) == (which, "fp32"))
-    for row in results.passes:
-        if row.which is which:
-            ratio = row.comparison.ratio
-            table.add_row(
-                row.format,
-                f"{row.bytes_per_element:.1f}",
-                f"{row.bytes_per_element / plain:.2f}",
-                str(row.threads),
-                f"{1e3 * row.comparison.first.median:.1f}",
-                f"{ratio.median:.2f}",
-                f"{ratio.lower:.2f}-{ratio.upper:.2f}",
-            )
-    return table
-
-
-def arithmetic_table(results: PassResults, which: Pass) -> Table:
-    """Return the table of a pass's arithmetic, and of the rates of memory below which a format is faster."""
-    table = _table(f"{_name(which)}, one core", "state", "B", "ns", "faster below", "by up to", "memory limits below")
-    for row in results.arithmetic:
-        if row.which is which:
-            is_plain = row.format == "fp32"
-            crossing = f"{row.crossing / 1e9:.1f} GB/s" if math.isfinite(row.crossing) else "always"
-            table.add_row(
-                row.format,
-                f"{row.bytes_per_element:.1f}",
-                f"{1e9 * row.seconds_per_element:.2f}",
-                "" if is_plain else crossing,
-                "" if is_plain else f"{row.ratio:.2f}",
-                f"{row.limit / 1e9:.1f} GB/s",
-            )
-    return table
-
-
-def _name(which: Pass) -> str:
-    return which.name.lower().replace("_and_", "+")
-
-
-def show_passes(results: PassResults, console: Console, pairs: int) -> None:
-    """Print the tables of passes."""
-    console.print(Environment.here().in_words(), highlight=False)
-    for make in (passes_table, arithmetic_table):
-        for which in PASSES:
-            console.print(make(results, which))
-    for line in (
-        "B: bytes that a pass loads and stores for an element, a bf16 gradient and a bf16 working copy included; of "
-        "fp32: their ratio to those with fp32 state.",
-        report.about_ratios(pairs)
-        + (" All times are those of the CPU, of all threads." if results.is_cpu_time else ""),
-        "ns: for an element whose arrays stay in a core's second cache, the shortest of many runs. A pass takes the "
-        "longer of that and of its bytes at the rate at which memory reaches a core. faster below: the rate below "
-        "which it then takes less than with fp32 state, by up to the factor that follows: that of the bytes.",
-    ):
-        console.print(line, style="dim", highlight=False)

@@ -1,4 +1,4 @@
-"""`bench/smaller_state.py`: its measures are what they say, and both parts at a tiny size."""
+"""`bench/smaller_state.py`: its measures are what they say, and a run at a tiny size."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import math
 import pytest
 import smaller_state
 import torch
-from measures import state_passes, state_training
+from measures import state_training
 from measures.state_formats import FORMATS, OverMasters
 from measures.state_training import FINE_TUNING, FROM_SCRATCH, SpreadOfRuns
 from torch.optim import AdamW
 
-from superadam.kernels.native import Dtype, Pass
-from superadam.kernels.traffic import state_bytes
-
 BETAS = (0.9, 0.999)
-OURS = [name for name, form in FORMATS.items() if form.is_ours]
 
 
 @pytest.fixture
@@ -77,11 +73,6 @@ def test_a_drift_is_that_of_masters(exact_one):
     assert lost > 0.5
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_the_bytes_of_state_are_those_of_the_passes(name):
-    assert FORMATS[name].state_bytes == state_bytes(Dtype.BFLOAT16, state_passes.FORMATS[name])
-
-
 def test_formats_of_others_round_what_they_say():
     for name, of_moments, of_masters in (
         ("bf16 moments to nearest", True, False),
@@ -112,15 +103,6 @@ def test_the_spread_of_runs_is_that_of_one_more():
     assert SpreadOfRuns.of([0.0, 1.0]).high - 0.5 == pytest.approx(12.7062 * math.sqrt(0.5 * 1.5), rel=1e-3)  # with 1
 
 
-def test_where_a_format_is_faster():
-    """At the rate that is told, fp32 waits for memory exactly as long as the format computes."""
-    row = state_passes._judged(Pass.UPDATE, "bf16", 1e-9, 0.5e-9)
-    assert 28 / row.crossing == pytest.approx(1e-9)
-    assert 20 / row.limit == pytest.approx(1e-9)
-    assert row.ratio == pytest.approx(20 / 28)
-    assert state_passes._judged(Pass.UPDATE, "bf16", 0.4e-9, 0.5e-9).crossing == math.inf
-
-
 @pytest.fixture
 def words(tmp_path):
     """Return a tiny run: texts, and numbers."""
@@ -128,7 +110,7 @@ def words(tmp_path):
         (tmp_path / name).write_text("".join(f"{name} {number}\n" for number in range(1000)))
     size = "--width 64 --layers 1 --steps 10 --fine-tuning-steps 5 --fine-tuning-lr 1e-5 --beta2 0.9 --held-out 4"
     text = ["--text", str(tmp_path / "text"), "--other-text", str(tmp_path / "other")]
-    return ["training", *size.split(), *text, "--perturbed", "1", "--json", str(tmp_path / "found.json")]
+    return [*size.split(), *text, "--perturbed", "1", "--json", str(tmp_path / "found.json")]
 
 
 @pytest.mark.slow
@@ -183,32 +165,3 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_weights(words, tmp_path, m
     assert smaller_state.main(words) == 0
     again = json.loads(file.read_text())
     assert [row["sha256"] for row in again["runs"]] == [row["sha256"] for row in whole["runs"]]
-
-
-def test_passes_write_tables_and_json(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    file = tmp_path / "found.json"
-    words = ["passes", "--numel", "5000", "--pairs", "2", "--rounds", "1", "--threads", "1", "2", "--json", str(file)]
-    assert smaller_state.main(words) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
-    read = json.loads(file.read_text())
-    others = set(state_passes.FORMATS) - {"fp32"}
-    assert {(row["pass"], row["format"], row["threads"]) for row in read["passes"]} == {
-        (which.name.lower(), name, threads) for which in state_passes.PASSES for name in others for threads in (1, 2)
-    }
-    assert all(row["numel"] == 8192 and row["ratio"]["median"] > 0 for row in read["passes"])
-    assert len(read["arithmetic"]) == len(state_passes.PASSES) * len(state_passes.FORMATS)
-    assert read["clock"] == "wall"
-
-
-@pytest.mark.parametrize("name", state_passes.FORMATS)
-def test_a_pass_computes_with_numbers_of_usual_size(name):
-    """Not with zeros or NaN, with which arithmetic may take another time; again and again."""
-    arrays = state_passes.arrays_of(8192, name)
-    for which in state_passes.PASSES * 3:
-        state_passes.action(arrays, which, 1)()
-    values = torch.from_numpy(arrays["out"]).view(torch.bfloat16).float()
-    assert values.isfinite().all()
-    assert 0.1 < values.abs().median() < 10.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,16 +34,6 @@ PLANES = ("master_low", "exp_avg_exponents", "exp_avg_sq_exponents")
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_on_grace_divides_bytes_by_a_bandwidth():
-    page = (Path(__file__).parents[2] / "docs" / "grace.md").read_text()
-    dtypes = {"bf16": Dtype.BFLOAT16, "fp32": Dtype.FLOAT32, "none": Dtype.NONE}
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\d+) \| ([\d.]+) ms \|$", page, re.MULTILINE)
-    assert len(rows) == 8
-    for name, gradient, out, moved, milliseconds in rows:
-        assert int(moved) == bytes_per_element(Pass[name.upper()], dtypes[gradient], dtypes[out])
-        assert milliseconds == f"{int(moved) / 0.486:.1f}"
 
 
 def test_pairs_alternate_and_both_sides_are_warmed_alike():
