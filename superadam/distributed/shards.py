@@ -6,16 +6,13 @@ Never imports `torch.distributed.tensor`, which is slow: if nothing else has imp
 from __future__ import annotations
 
 import math
-import operator
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from superadam.kernels.torch_private import base_of, dtensor_part, storage_key, storage_use_count
+from superadam.kernels.torch_private import dtensor_part
 
 
 def is_distributed(tensor: object) -> bool:
@@ -104,24 +101,3 @@ def counted_part(tensor: Any) -> str | None:
     if any(coordinate != 0 for coordinate, placement in places if placement.is_replicate()):
         return None
     return f"{[*tensor.placements]} at {[*mesh.get_coordinate()]} of {tuple(mesh.mesh.shape)}"
-
-
-def shared_elsewhere(parts: Sequence[Tensor]) -> list[bool]:
-    """Return of each part whether its memory is referenced by more than these parts and what they are cut from."""
-    return [not all(map(operator.le, found, _USUAL)) for found in _references(parts)]
-
-
-def _references(parts: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Count the references to the memory of each part, in Python and in all, less those by parts and their bases."""
-    storages = [part.untyped_storage() for part in parts]
-    ours = Counter(map(storage_key, storages))
-    return [
-        (
-            sys.getrefcount(storage) - ours[storage_key(storage)],
-            storage_use_count(storage_key(storage)) - ours[storage_key(storage)] - (base_of(part) is not None),
-        )
-        for part, storage in zip(parts, storages, strict=True)
-    ]
-
-
-(_USUAL,) = _references([torch.empty(1, device="cpu")])

@@ -10,9 +10,9 @@ A handle has the gradient's shape, strides, dtype and device, and no memory:
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
@@ -34,7 +34,14 @@ from superadam.handles.taken_gradient import (
 )
 from superadam.kernels import torch_private
 from superadam.kernels.nested import map_tensors, tensors_in
-from superadam.kernels.torch_private import is_tracing, missing, storage_key, storage_use_count, tensor_use_count
+from superadam.kernels.torch_private import (
+    base_of,
+    is_tracing,
+    missing,
+    storage_key,
+    storage_use_count,
+    tensor_use_count,
+)
 
 aten = torch.ops.aten
 
@@ -435,22 +442,44 @@ def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     return _taken(tensor if type(tensor) is GradientHandle else shards.local_of(tensor))
 
 
-def _references(parameter: Any) -> tuple[float, ...]:
-    """Count the references to the gradient and its memory, with those of this function."""
-    gradient = parameter.grad
-    storage = gradient.untyped_storage()
-    in_python = sys.getrefcount(gradient), sys.getrefcount(storage)
-    return *in_python, tensor_use_count(gradient), storage_use_count(storage_key(storage))
+def references(tensor: Any) -> tuple[int, int, int, int]:
+    """Count the references to a tensor, Python's and torch's, and those to its memory.
+
+    Versions of both count differently, so compare with a tensor that is referred to as usual. A variable of the caller
+    is a reference more; an attribute or an element that it passes is not.
+    """
+    storage = tensor.untyped_storage()
+    of_memory = sys.getrefcount(storage), storage_use_count(storage_key(storage))
+    return sys.getrefcount(tensor), tensor_use_count(tensor), *of_memory
 
 
 _alone = torch.empty(1, device="cpu")
 _alone.grad = torch.empty(1, device="cpu")
-_USUAL = _references(_alone)
+_views = [torch.empty(1, device="cpu").view(1)]
+_OF_GRADIENT = references(_alone.grad)
+_OF_ELEMENT = references(_views[0])
+_OF_BASE = references(base_of(_views[0]))
+
+
+def is_held(values: Any, key: Any, holders: int) -> bool:
+    """Whether more objects than these holders and `values` refer to `values[key]`, a tensor, or any to its memory.
+
+    The tensor that it is a view of may be referred to by the view alone.
+    """
+    try:
+        found, is_view = references(values[key]), base_of(values[key]) is not None
+    except NotImplementedError:  # of a transform of torch.func, which has no memory to look at
+        return True
+    usual = (_OF_ELEMENT[0] + holders, _OF_ELEMENT[1], _OF_GRADIENT[2], _OF_GRADIENT[3] + is_view)
+    if is_view and not all(map(operator.le, references(base_of(values[key])), _OF_BASE)):
+        return True
+    return not all(map(operator.le, found, usual))
 
 
 def is_exclusive(parameter: Any) -> bool:
     """Return whether only `.grad` refers to the gradient and its memory, not even the caller."""
-    return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
+    is_strided = parameter.grad.layout is torch.strided
+    return is_strided and all(map(operator.le, references(parameter.grad), _OF_GRADIENT))
 
 
 def _is_exclusive_distributed(parameter: Any) -> bool:
@@ -459,8 +488,8 @@ def _is_exclusive_distributed(parameter: Any) -> bool:
     if not (shards.is_distributed(gradient) and torch_private.can_have_handle(gradient)):
         return False
     local: Any = shards.local_of(gradient)
-    present = sys.getrefcount(gradient), sys.getrefcount(local), tensor_use_count(gradient), tensor_use_count(local)
-    return all(map(operator.le, present, (_USUAL[0], _USUAL[0], _USUAL[2], 1)))  # the attribute refers to the part
+    present = sys.getrefcount(gradient), tensor_use_count(gradient), sys.getrefcount(local), tensor_use_count(local)
+    return all(map(operator.le, present, (*_OF_GRADIENT[:2], _OF_GRADIENT[0], 1)))  # the attribute refers to the part
 
 
 def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
@@ -477,7 +506,14 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
                 parts[position] = taken.pending
             elif type(local) is Tensor:  # nothing else is taken
                 parts[position] = local
-    return set(itertools.compress(parts, shards.shared_elsewhere([*parts.values()])))
+    ours = Counter(storage_key(part.untyped_storage()) for part in parts.values())
+
+    def is_shared(part: Tensor) -> bool:
+        _, _, in_python, in_torch = references(part)
+        known = ours[storage_key(part.untyped_storage())] + (base_of(part) is not None)
+        return in_python > _OF_GRADIENT[2] or in_torch - known >= _OF_GRADIENT[3]
+
+    return {position for position, part in parts.items() if is_shared(part)}
 
 
 def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> TakenGradient | None:

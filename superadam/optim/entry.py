@@ -72,7 +72,7 @@ class Encoded:
             values = torch.empty_strided(first.shape, first.stride(), dtype=self.dtype, device="cpu")
             self.decode(values)
             whole = self.whole(values)
-        self.shown.set(whole)
+        self.shown.tensor = whole
         return whole
 
 

@@ -7,11 +7,9 @@ or place. It is compared with the state before each step, and gets its values af
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections import defaultdict
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from superadam.distributed import shards
+from superadam.handles.gradient_handle import is_held
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
 from superadam.optim import checkpoint
@@ -47,7 +46,7 @@ class PublishedState:
         """
         rows = np.flatnonzero(table.is_held)
         moved = table.moved_arrays(rows)
-        if _count_dict(self) <= _USUAL_DICT:
+        if sys.getrefcount(self.entries) <= _ALONE + 1:
             for row in rows.tolist():
                 state = table.states[row]
                 table.is_held[row] = row in moved or not self._is_as_read(state, table) or self._is_held(state)
@@ -55,13 +54,13 @@ class PublishedState:
 
     def let_go(self, table: ParameterTable) -> None:
         """Let go of stand-ins that no program has; what was written to them must have been read."""
-        is_dict_held = _count_dict(self) > _USUAL_DICT
+        is_dict_held = sys.getrefcount(self.entries) > _ALONE + 1
         for state in table.held_states():
             if state.is_accepted:
                 continue
             for key in self._stand_ins(state):
                 if not _is_referenced(raw(self.entries[state.parameter]), key, _STAND_IN):
-                    is_entry_held = _count_entry(self.entries, state.parameter) > _USUAL_ENTRY
+                    is_entry_held = sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1
                     self._let_go_of(state, key, is_entry_held=is_dict_held or is_entry_held)
 
     def _let_go_of(self, state: ParameterState, key: str, *, is_entry_held: bool) -> None:
@@ -77,7 +76,7 @@ class PublishedState:
         """Whether a program refers to a parameter's entry or to anything in it, or that cannot be told."""
         if state.parameter not in self.entries:
             return False
-        if torch_private.missing or _count_entry(self.entries, state.parameter) > _USUAL_ENTRY:
+        if torch_private.missing or sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1:
             return True
         values = raw(self.entries[state.parameter])
         return any(
@@ -159,12 +158,16 @@ class PublishedState:
         is_stale = state.is_own_master or _shape_of(kept.get("master")) != state.shape
         if is_stale:
             kept.pop("master", None)
-        present = [_Present(kept.get(key), raw(entry).get(key), state, key, key in moved) for key in TENSORS]
-        is_new |= any(one.is_new for one in present)
-        if is_new or any(one.is_shown for one in present):
+        shown = [key for key in self._stand_ins(state) if key in kept and getattr(state, key) is not None]
+        new = [key for key in TENSORS if key not in shown and _is_new(kept.get(key), state, key, moved)]
+        is_new |= bool(new)
+        if is_new or shown:
             checkpoint.check_entry(kept, state)
-            for one in present:
-                one.store(entry)
+            for key in shown:
+                if state.adopt(key, kept[key]):
+                    _show(entry, key, state)
+            for key in new:
+                _store(entry, key, kept.get(key), state)
         if is_new:
             if state.is_distributed:
                 plain = [key for key in TENSORS if kept.get(key) is not None and kept[key] is getattr(state, key)]
@@ -178,38 +181,21 @@ class PublishedState:
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
 
 
-class _Present:
-    """One of `TENSORS` as an entry has it: this rank's part, and the whole.
+def _is_new(value: Any, state: ParameterState, key: str, moved: Collection[str]) -> bool:
+    """Whether this is another object than the state's, or in another place, so that its values replace the state's."""
+    return not isinstance(value, Encoded) and (value is not getattr(state, key) or key in moved)  # that was taken
 
-    Attributes:
-        is_shown: whether it is a stand-in, to which users may have written.
-        is_new: whether it is another object or in another place, so that its values replace those of the state.
-    """
 
-    def __init__(self, value: Any, whole: Any, state: ParameterState, key: str, is_moved: bool) -> None:
-        self._value, self._whole, self._state, self._key = value, whole, state, key
-        had = getattr(state, key)
-        self.is_shown = value is not None and had is not None and state.shown[key].is_by(whole)
-        is_same = self.is_shown or isinstance(value, Encoded) or (value is had and not is_moved)
-        self.is_new = not is_same  # an Encoded one was taken
-
-    def store(self, entry: dict[str, Any]) -> None:
-        """Give the state this value, which was checked."""
-        state, key, value = self._state, self._key, self._value
-        if self.is_shown:
-            is_changed = state.adopt(key, value)
-        elif not self.is_new:
-            return
-        elif value is None:
-            state.forget(key)
-            return
-        elif checkpoint.is_fitted(value, state, key):
-            state.shown[key] = Shown()
-            state.put({key: value})
-            return
-        else:
-            is_changed = state.store(key, value)
-            state.shown[key].set(self._whole)
+def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: ParameterState) -> None:
+    """Give a state the value of an entry, this rank's part of it, which was checked."""
+    if value is None:
+        state.forget(key)
+    elif checkpoint.is_fitted(value, state, key):
+        state.shown[key] = Shown()
+        state.put({key: value})
+    else:
+        is_changed = state.store(key, value)
+        state.shown[key].tensor = raw(entry)[key]
         if is_changed:
             _show(entry, key, state)
 
@@ -239,66 +225,19 @@ def _shape_of(value: Any) -> object:
     return value.arrays[0].shape if isinstance(value, Encoded) else getattr(value, "shape", None)
 
 
-# ---- references: Python's and torch's, so that what shares memory with a tensor counts, too --------------------------
+# ---- references: what shares memory with a tensor counts, too --------------------------------------------------------
 
+_ALONE = 1
+"""What `sys.getrefcount` returns of an expression's value to which nothing refers: the reference that it is passed."""
 _OURS = ("step", *TENSORS)
 _STEP, _STAND_IN, _NATIVE = 1, 2, 3
 """References to tensors: by an entry; by a `Shown` or a `ParameterState` as well; and by a `ParameterTable`."""
 
 
-class _Counts(tuple[int, ...]):
-    """Greater than others if any of the numbers is."""
-
-    def __gt__(self, other: tuple[int, ...]) -> bool:
-        return any(map(operator.gt, self, other))
-
-
-def _counts(values: dict[str, Any], key: str) -> _Counts:
-    """Count the references to a tensor in a copy of an entry, to torch's object behind it and to its memory.
-
-    Those to the tensor of which it is a view count as well, but for its own.
-    """
-    storage, base = values[key].untyped_storage(), torch_private.base_of(values[key])
-    return _Counts(
-        (
-            sys.getrefcount(values[key]),
-            torch_private.tensor_use_count(values[key]),
-            sys.getrefcount(storage),
-            torch_private.storage_use_count(torch_private.storage_key(storage)) - (base is not None),
-            *((0, 0) if base is None else (sys.getrefcount(base), torch_private.tensor_use_count(base))),
-        )
-    )
-
-
-def _usual(number: int) -> _Counts:
-    """Count the references to a view, as the most usual, that so many objects refer to."""
-    values = {"": torch.zeros((), device="cpu").view(1)}
-    holders = [values[""]] * number
-    counts = _counts(values, "")
-    del holders
-    return counts
-
-
 def _is_referenced(values: dict[str, Any], key: str, usual: int) -> bool:
-    """Whether a program refers to a tensor in a copy of an entry, to which so many objects usually refer."""
+    """Whether a program refers to a tensor in a copy of an entry, to which this many objects usually refer."""
     if not shards.is_distributed(values[key]):
-        try:
-            return _counts(values, key) > _USUAL[usual]
-        except NotImplementedError:  # of a transform of torch.func: it has no memory to look at
-            return True
-    if sys.getrefcount(values[key]) > _USUAL[min(usual, _STAND_IN)][0]:  # `wholes` of a `ParameterState`
+        return is_held(values, key, usual)
+    if sys.getrefcount(values[key]) > _ALONE + 1 + min(usual, _STAND_IN):  # `wholes` of a `ParameterState`
         return True
-    return _counts({key: shards.local_of(values[key])}, key) > _USUAL[_NATIVE if usual == _NATIVE else _STEP]
-
-
-def _count_dict(published: Any) -> int:
-    return sys.getrefcount(published.entries)
-
-
-def _count_entry(entries: dict[Any, Any], parameter: Any) -> int:
-    return sys.getrefcount(entries[parameter])
-
-
-_USUAL = {number: _usual(number) for number in (_STEP, _STAND_IN, _NATIVE)}
-_USUAL_DICT = _count_dict(SimpleNamespace(entries={}))
-_USUAL_ENTRY = _count_entry({0: dict[str, Any]()}, 0)
+    return is_held({key: shards.local_of(values[key])}, key, _NATIVE if usual == _NATIVE else _STEP)

@@ -111,10 +111,6 @@ class Shown:
 
     tensor: Tensor | None = None  # not a weak reference, with which torch.utils.swap_tensors refuses it
 
-    def set(self, tensor: Tensor) -> None:
-        """Let this tensor, a decoded one or a program's own, stand for the arrays."""
-        self.tensor = tensor
-
     def is_by(self, value: object) -> bool:
         """Whether this is the tensor."""
         return value is not None and self.tensor is value
