@@ -238,9 +238,9 @@ class PacedDevice(PlainDevice):
     @_counted
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Make the steps, or defer them."""
-        state = [getattr(one, name) for one in steps for name in ARRAYS]
+        state = [getattr(step, name) for step in steps for name in ARRAYS]
         moved = 2 * _nbytes([tensor for tensor in state if tensor is not None])
-        moved += sum(one.gradient.nbytes + one.parameter.nbytes for one in steps)
+        moved += sum(step.gradient.nbytes + step.parameter.nbytes for step in steps)
         self.spend(Stream.CURRENT, moved / self.rates.memory, "adam")
         self._deferred.append(functools.partial(stand_in.update, list(steps), list(sets)))
         if not self.constants:
@@ -309,16 +309,19 @@ class PacedDevice(PlainDevice):
 
     def _is_constant(self, tensor: Tensor) -> bool:
         begin, size = tensor.data_ptr(), tensor.nbytes
-        return any(one.data_ptr() <= begin and begin + size <= one.data_ptr() + one.nbytes for one in self.constants)
+        return any(
+            constant.data_ptr() <= begin and begin + size <= constant.data_ptr() + constant.nbytes
+            for constant in self.constants
+        )
 
     def _are_constant(self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype) -> bool:
         if not gradients or not self._is_constant(gradients[0]) or not self._is_constant(gradients[-1]):
             return False
         begin, size = gradients[0].data_ptr(), dtype.itemsize
         return (
-            [one.data_ptr() for one in gradients] == [begin + offset * size for offset in layout.offsets]
-            and {one.dtype for one in gradients} == {dtype}
-            and [one.stride() for one in gradients] == [state.strides for state in layout.states]
+            [gradient.data_ptr() for gradient in gradients] == [begin + offset * size for offset in layout.offsets]
+            and {gradient.dtype for gradient in gradients} == {dtype}
+            and [gradient.stride() for gradient in gradients] == [state.strides for state in layout.states]
         )
 
     def _read_norms(self, gradients: Sequence[Tensor], norm: ChunkSums) -> None:

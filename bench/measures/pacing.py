@@ -455,7 +455,7 @@ def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> Si
     usual, clipped = side.seconds[False], side.seconds[True]
     count = len(usual) + len(clipped)
     placement = side.scheduler.placement if side.scheduler is not None and side.placement is None else side.placement
-    python, of_clock = (statistics.median(one.python) if one.python else None for one in (side, clock))
+    python, of_clock = (statistics.median(timed.python) if timed.python else None for timed in (side, clock))
     bucket = 0.0 if python is not None else None
     if python is not None and of_clock is not None and side.buckets:
         bucket = (python - of_clock) * count / side.buckets

@@ -130,7 +130,7 @@ def to_json(environment: Environment, settings: Settings, rows: Sequence[Row]) -
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(each) for each in value]
     return dataclasses.asdict(value) if isinstance(value, SideResult) else value
 
 
@@ -166,8 +166,8 @@ def _draw_group(upper: Any, lower: Any, rows: Sequence[Row]) -> None:
             lower.plot(row.ratio, side.hidden_share, "_", color=_GREY, markersize=9)
     for name, colour in _SIDES.items():
         sides: list[SideResult] = [getattr(row, name) for row in rows]
-        upper.plot(ratios, [one.over_clock for one in sides], "o-", color=colour, label=_NAMES[name], markersize=4)
-        lower.plot(ratios, [one.hidden_share for one in sides], "o-", color=colour, markersize=4)
+        upper.plot(ratios, [side.over_clock for side in sides], "o-", color=colour, label=_NAMES[name], markersize=4)
+        lower.plot(ratios, [side.hidden_share for side in sides], "o-", color=colour, markersize=4)
     for axes, line in ((upper, 1.1), (lower, 0.9)):
         axes.axhline(line, color=_GREY, linewidth=0.8, linestyle=(0, (4, 3)))
         axes.set_xscale("log", base=2)

@@ -261,8 +261,8 @@ def figures_table() -> list[str]:
     for row in rows():
         name = f"{row['system']}, {row['model']}, {row['gpus'] or '?'} x {row['gpu'] or '?'}".replace("1 x ?", "CPU")
         if (found := predictions().get(row["id"])) is not None:
-            one = found()
-            lines.append(f"| {name} | {one.published} | {one.predicted} | {one.decided_by} |")
+            predicted = found()
+            lines.append(f"| {name} | {predicted.published} | {predicted.predicted} | {predicted.decided_by} |")
         else:
             figure = row["step_s"] or row["optimizer_s"] or row["tflops_per_gpu"] or row["tokens_per_s"] or "none"
             lines.append(f"| {name} | {figure} | not predicted | {MISSING[row['id']]} |")

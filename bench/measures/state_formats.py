@@ -149,8 +149,8 @@ class StateFormat:
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    format.name: format
+    for format in (
         StateFormat("fp32", 12, lambda g, b: Ours(g, b), has_narrow_moments=False),
         StateFormat("bf16", 8, lambda g, b: Ours(g, b, moments="bf16")),
         StateFormat("8bit", 6 + 2 / 64, lambda g, b: Ours(g, b, moments="8bit")),

@@ -111,13 +111,13 @@ def _version(package: str) -> str | None:
 
 def spread(results: TrainingResults, run: Run) -> SpreadOfRuns | None:
     """Return that of the fp32 runs in a run's setting, if there are at least two."""
-    losses = [one.held_out[-1][1] for one in results.of_all_seeds(dataclasses.replace(run, format="fp32"))]
+    losses = [result.held_out[-1][1] for result in results.of_all_seeds(dataclasses.replace(run, format="fp32"))]
     return SpreadOfRuns.of(losses) if len(losses) > 1 else None
 
 
 def _settings(results: TrainingResults) -> list[Run]:
     """Return the first fp32 run of each setting, in their order."""
-    runs = {dataclasses.replace(one.run, format="fp32", seed=0): None for one in results.results}
+    runs = {dataclasses.replace(result.run, format="fp32", seed=0): None for result in results.results}
     return sorted(runs, key=lambda run: (run.part != FROM_SCRATCH, run.lr, run.beta2))
 
 
@@ -148,7 +148,7 @@ def losses_table(results: TrainingResults, setting: Run) -> Table:
         table.add_row("fp32, the least", "", "", "", "", f"{among.least:.4f}", f"{among.low:.4f}")
         table.add_row("fp32, the most", "", "", "", "", f"{among.most:.4f}", f"{among.high:.4f}")
         table.add_section()
-    for name, form in FORMATS.items():
+    for name, format in FORMATS.items():
         runs = results.of_all_seeds(dataclasses.replace(setting, format=name))
         if not runs:
             continue
@@ -158,7 +158,7 @@ def losses_table(results: TrainingResults, setting: Run) -> Table:
             within = [among.least <= loss <= among.most for loss in losses]
             likely = [among.low <= loss <= among.high for loss in losses]
             where = [f"{mean - among.mean:+.4f}", *(f"{sum(some)} of {len(runs)}" for some in (within, likely))]
-        table.add_row(name, f"{form.state_bytes:.3g}", str(len(runs)), f"{mean:.4f}", *where)
+        table.add_row(name, f"{format.state_bytes:.3g}", str(len(runs)), f"{mean:.4f}", *where)
     return table
 
 
@@ -178,7 +178,7 @@ def marks_table(results: TrainingResults, setting: Run) -> Table | None:
 def training_notes(results: TrainingResults) -> list[str]:
     """Return explanations of the tables of training."""
     settings = results.about["settings"]
-    text, other = (one["name"] for one in results.about["texts"])
+    text, other = (part["name"] for part in results.about["texts"])
     return [
         f"{results.about['parameters']:,} bf16 parameters, {settings['batch'] * settings['seq']} bytes a step, clipped "
         f"at {MAX_GRAD_NORM:g}, weight decay {WEIGHT_DECAY:g}; {settings['steps']} steps on {text}, "
@@ -188,7 +188,7 @@ def training_notes(results: TrainingResults) -> list[str]:
         "the range of the fp32 runs, and where 95 % of more fp32 runs would lie (Student's t).",
         "Error of the update: |update - exact| / |exact|, where exact is that of fp32 state fed the same gradients. "
         "Drift of masters: their distance from fp32 ones fed the same gradients, over the way that these have come.",
-        f"The runs took {sum(one.seconds for one in results.results) / 60:.0f} minutes of the CPU.",
+        f"The runs took {sum(result.seconds for result in results.results) / 60:.0f} minutes of the CPU.",
     ]
 
 

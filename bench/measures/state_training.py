@@ -168,9 +168,9 @@ class UpdateErrors:
         """Make the step that the parameters are about to make."""
         gradients = [p.grad.float() for p in self._parameters if p.grad is not None]
         for name, shadow in self._shadows.items():
-            for one, gradient in zip(shadow, gradients, strict=True):
-                one.zero_()
-                one.grad = gradient
+            for parameter, gradient in zip(shadow, gradients, strict=True):
+                parameter.zero_()
+                parameter.grad = gradient
             self._sides[name].step(1.0)
         mark = next((mark for mark in self._marks if mark - AROUND < step <= mark), None)
         if mark is None:
@@ -205,8 +205,8 @@ class Drifts:
     def follow(self, lr: float) -> None:
         """Make the step that the parameters are about to make."""
         for name, shadow in self._shadows.items():
-            for one, parameter in zip(shadow, self._parameters, strict=True):
-                one.grad = parameter.grad
+            for copy, parameter in zip(shadow, self._parameters, strict=True):
+                copy.grad = parameter.grad
             self._sides[name].step(lr)
 
     def measure(self, step: int, exact: Side) -> None:

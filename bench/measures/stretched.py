@@ -102,7 +102,7 @@ def _passes_last(passes: Passes) -> Iterator[None]:
 
 
 def _times(passes: Passes, factor: float) -> Passes:
-    return Passes(*(factor * one for one in astuple(passes)))
+    return Passes(*(factor * seconds for seconds in astuple(passes)))
 
 
 def measure(
@@ -134,7 +134,7 @@ def measure(
     gradients = Gradients([numel] * layers, 2)
     gradients.scale_to([0.5, 0.5])
     model = TimedModel(gradients)
-    links = Links(*(one / scale / dilation for one in (rates.download, rates.upload, rates.memory)))
+    links = Links(*(rate / scale / dilation for rate in (rates.download, rates.upload, rates.memory)))
     model.device = PacedDevice(links, free_bytes=1 << 40, constants=gradients.sets, norms=gradients.sums)
     model.backward_seconds, model.forward_seconds = dilation * backward, dilation * FORWARD_SHARE * backward
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)

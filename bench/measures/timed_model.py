@@ -59,24 +59,24 @@ class Gradients:
         self.sets = [torch.empty(sum(numels), dtype=torch.bfloat16, device="cpu") for _ in range(sets)]
         self.norms = [0.0] * sets
         self.sums: dict[tuple[int, int], ChunkSums] = {}
-        for one in self.sets:
+        for gradients in self.sets:
             normal, *others = torch.empty(5, len(scale), device="cpu").normal_(generator=generator)
             student = normal / torch.stack(others).square().sum(0).div(2.0).sqrt()  # variance 1
-            for layer in self._layers_of(one):
+            for layer in self._layers_of(gradients):
                 _repeat(student * self._scale, layer.view(1, -1))
         self._take_norms()
 
     def scale_to(self, norms: Sequence[float]) -> None:
         """Give each set another norm, up to the rounding of its elements; no device may use them meanwhile."""
-        for one, now, wanted in zip(self.sets, self.norms, norms, strict=True):
-            one.mul_(wanted / now)
+        for gradients, now, wanted in zip(self.sets, self.norms, norms, strict=True):
+            gradients.mul_(wanted / now)
         self._take_norms()
 
     def _take_norms(self) -> None:
         self.sums.clear()
-        for index, one in enumerate(self.sets):
+        for index, gradients in enumerate(self.sets):
             squares = 0.0
-            for layer in self._layers_of(one):
+            for layer in self._layers_of(gradients):
                 chunks = native.chunk_count(len(layer))
                 found = ChunkSums.over(torch.empty(2 * chunks, dtype=torch.float64, device="cpu"))
                 stand_in.take_norm([layer], found)
@@ -84,9 +84,9 @@ class Gradients:
                 squares += float(found.sums.sum())
             self.norms[index] = math.sqrt(squares)
 
-    def _layers_of(self, one: Tensor) -> list[Tensor]:
+    def _layers_of(self, gradients: Tensor) -> list[Tensor]:
         """Return the layers of a set, in the order of forward."""
-        return [one[begin : begin + numel] for begin, numel in zip(self._begins, self.numels, strict=True)]
+        return [gradients[begin : begin + numel] for begin, numel in zip(self._begins, self.numels, strict=True)]
 
     def of(self, step: int, layer: int) -> Tensor:
         """Return the gradient of a layer; gradients lie in the order of backward."""

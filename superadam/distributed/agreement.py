@@ -17,9 +17,9 @@ from superadam.distributed.shards import counted_part, is_distributed, members_o
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
 
 
-_ROOM = 16
-"""Ranks send sums of copies in a multiple of so many words: one that is bound anew, and knows of no copies yet, sends
-as many as the others."""
+_PADDING = 16
+"""Sums of copies are padded with zeros to a multiple of this many words: a rank whose parameters were just bound does
+not know of copies yet, and all ranks must send tensors of one length."""
 
 
 class Question(enum.IntEnum):
@@ -41,27 +41,27 @@ class RanksNorm:
 
 
 class _Words(NamedTuple):
-    """What one rank tells the others, as fp64 numbers; only `failed` and what follows `limit` may differ."""
+    """What one rank sends the others, as fp64 numbers; only `failed` and what follows `limit` may differ."""
 
     magic: float
     question: float
     number: float  # of questions before
     failed: float = 0.0  # 1: the rank has an error to raise, 2: it missed a step; then the rest means nothing
     limit: float = math.inf  # of the norm; inf for none
-    is_new: float = 0.0  # 1: the rank has parameters that it has not told
+    is_new: float = 0.0  # 1: the rank has parameters that it has not described
     nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
     counted: float = 0.0  # sum of squares of the elements that this rank alone counts
     copied: Any = ()  # the same of elements that have copies elsewhere: a tuple with one sum for each `_Copies`
 
 
-class Held(NamedTuple):
-    """A parameter as one rank tells the others of it.
+class Description(NamedTuple):
+    """A parameter as one rank describes it to the others.
 
     Attributes:
         name: by which ranks know the same parameter.
         shape: of the whole parameter.
         members: the ranks over which it is distributed; an ordinary one lies on one.
-        part: which elements of it this rank counts, as `shards.counted_part` tells.
+        part: which elements of it this rank counts, as `shards.counted_part` says.
     """
 
     name: str
@@ -88,15 +88,15 @@ class Ranks:
         self.agreed = 0  # the last of these on which no rank failed
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self._group, self._device_type = group, device_type
-        self._held: list[Held] = []
-        self._told: list[Held] = []
+        self._described: list[Description] = []
+        self._exchanged: list[Description] = []
         self._copies: list[_Copies] = []
         self._bounds: dict[_Copies, float] = {}  # by which part of them sums may differ, where not 0
         self._classes: list[int] = []
 
-    def hold(self, held: list[Held]) -> None:
-        """Describe the parameters on this rank; the next question tells them."""
-        self._held = held
+    def describe(self, parameters: list[Description]) -> None:
+        """Describe the parameters on this rank to the others, with the next question."""
+        self._described = parameters
 
     def norm(
         self, question: Question, limit: float | None, nonfinite: int, sums: Callable[[Sequence[int]], Sequence[float]]
@@ -110,11 +110,13 @@ class Ranks:
         ranks have different limits, parts of different parameters, or different gradients of the same ones.
         """
         limit = math.inf if limit is None else limit
-        mine = self._words(question)._replace(limit=limit, nonfinite=nonfinite, is_new=float(self._held != self._told))
+        mine = self._words(question)._replace(
+            limit=limit, nonfinite=nonfinite, is_new=float(self._described != self._exchanged)
+        )
         every = self._exchange(mine if mine.is_new else self._with_sums(mine, sums))
         self._check(every)
         if any(words.is_new for words in every):
-            self._tell_held()
+            self._exchange_descriptions()
             every = self._exchange(self._with_sums(mine, sums))
             self._check(every)
         total, count = 0.0, int(sum(words.nonfinite for words in every))
@@ -142,43 +144,46 @@ class Ranks:
         counted, *copied = [*sums(self._classes), *[0.0] * (1 + len(self._copies))][: 1 + len(self._copies)]
         return words._replace(counted=counted, copied=tuple(copied))
 
-    def _tell_held(self) -> None:
-        """Exchange what all ranks hold, and find out what this rank counts.
+    def _exchange_descriptions(self) -> None:
+        """Exchange the descriptions of all ranks, and find out what this rank counts.
 
         Raises RuntimeError on every rank alike where parameters of one name are not the same, or not whole.
         """
         every: list[Any] = [None] * len(self.members)
         try:
-            dist.all_gather_object(every, self._held, group=self._group)
+            dist.all_gather_object(every, self._described, group=self._group)
         except (RuntimeError, ValueError) as error:
             raise self._no_agreement(error) from error
-        holders: dict[str, dict[Held, set[int]]] = {}
-        for rank, held in zip(self.members, every, strict=True):
-            for one in held:
-                holders.setdefault(one.name, {}).setdefault(one._replace(part=None), set()).add(rank)
+        holders: dict[str, dict[Description, set[int]]] = {}
+        for rank, described in zip(self.members, every, strict=True):
+            for parameter in described:
+                holders.setdefault(parameter.name, {}).setdefault(parameter._replace(part=None), set()).add(rank)
         copies: dict[str, _Copies] = {}
         for name, kinds in holders.items():
-            ranks = [rank for one in kinds for rank in one.members]
-            if len({one.shape for one in kinds}) > 1 or len(ranks) > len(set(ranks)):
+            ranks = [rank for kind in kinds for rank in kind.members]
+            if len({kind.shape for kind in kinds}) > 1 or len(ranks) > len(set(ranks)):
                 raise RuntimeError(
-                    f"{name} is {' and '.join(f'{one.shape} on ranks {[*one.members]}' for one in kinds)}, expected "
+                    f"{name} is {' and '.join(f'{kind.shape} on ranks {[*kind.members]}' for kind in kinds)}, expected "
                     "the same parameter, or one that has another name; make the optimizers of all ranks from the same "
                     "model, or pass named_parameters() whose names differ where parameters do"
                 )
-            for one, there in kinds.items():
-                if there != set(one.members):
+            for kind, there in kinds.items():
+                if there != set(kind.members):
                     raise RuntimeError(
-                        f"{name} is distributed over ranks {[*one.members]}, and only the optimizers of ranks "
+                        f"{name} is distributed over ranks {[*kind.members]}, and only the optimizers of ranks "
                         f"{sorted(there)} have it, expected it in all of them; make them from the same model"
                     )
             if len(kinds) > 1:
-                copies[name] = tuple(sorted(one.members for one in kinds))
+                copies[name] = tuple(sorted(kind.members for kind in kinds))
         self._copies = sorted(set(copies.values()))
-        told = dict(zip(self.members, every, strict=True))
-        self._bounds = {groups: _bound(groups, copies, told) for groups in self._copies}
+        by_rank = dict(zip(self.members, every, strict=True))
+        self._bounds = {groups: _bound(groups, copies, by_rank) for groups in self._copies}
         classes = {name: 1 + self._copies.index(groups) for name, groups in copies.items()}
-        self._classes = [_REPLICA if one.part is None else classes.get(one.name, _COUNTED) for one in self._held]
-        self._told = self._held
+        self._classes = [
+            _REPLICA if parameter.part is None else classes.get(parameter.name, _COUNTED)
+            for parameter in self._described
+        ]
+        self._exchanged = self._described
 
     def tell_failure(self, question: Question) -> None:
         """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
@@ -203,7 +208,7 @@ class Ranks:
         if len(self.members) == 1:
             return [mine]
         copied = mine.copied or (0.0,) * len(self._copies)
-        padding = [0.0] * (-len(copied) % _ROOM or _ROOM * (not copied))
+        padding = [0.0] * (-len(copied) % _PADDING or _PADDING * (not copied))
         sent = torch.tensor([*mine[:-1], *copied, *padding], dtype=torch.float64, device=self._device_type)
         received = [torch.empty_like(sent) for _ in self.members]
         try:
@@ -215,17 +220,17 @@ class Ranks:
         return [_Words(*words[:fixed])._replace(copied=tuple(words[fixed : fixed + len(copied)])) for words in rows]
 
     def _no_agreement(self, error: Exception) -> RuntimeError:
-        told = str(error).partition("\n")[0][:150]
+        said = str(error).partition("\n")[0][:150]
         return RuntimeError(
             f"ranks {self.members} could not agree on a step, because one of them has ended, does not answer or is "
-            f"elsewhere in the program ({told}); nothing was changed: start all of them again from a checkpoint"
+            f"elsewhere in the program ({said}); nothing was changed: start all of them again from a checkpoint"
         )
 
     def _check(self, every: Sequence[_Words]) -> None:
         calls = [words[:3] for words in every]
         for rank, call in zip(self.members, calls, strict=True):
             if call != calls[0]:
-                here, there = (_call_of(one) for one in (calls[0], call))
+                here, there = (_call_of(words) for words in (calls[0], call))
                 raise RuntimeError(
                     f"the ranks are not at the same point: rank {self.members[0]} {here} and rank {rank} {there}, "
                     "expected each call on every rank; nothing was changed: start all of them again from a checkpoint"
@@ -252,7 +257,7 @@ class Ranks:
                 )
 
 
-def _bound(groups: _Copies, copies: Mapping[str, _Copies], told: Mapping[int, Sequence[Held]]) -> float:
+def _bound(groups: _Copies, copies: Mapping[str, _Copies], by_rank: Mapping[int, Sequence[Description]]) -> float:
     """Return by which part of them the sums of groups of ranks may differ, though their gradients are equal.
 
     0 where all add the same elements in the same order. Otherwise each sum of n squares, added in fp64 in whatever
@@ -260,12 +265,15 @@ def _bound(groups: _Copies, copies: Mapping[str, _Copies], told: Mapping[int, Se
     second order, up to 2**50 elements.
     """
     parts = [
-        [[(one.name, one.part) for one in told[rank] if copies.get(one.name) == groups] for rank in group]
+        [
+            [(parameter.name, parameter.part) for parameter in by_rank[rank] if copies.get(parameter.name) == groups]
+            for rank in group
+        ]
         for group in groups
     ]
     if all(part == parts[0] for part in parts):
         return 0.0
-    sizes = {one.name: math.prod(one.shape) for rank in groups[0] for one in told[rank]}
+    sizes = {parameter.name: math.prod(parameter.shape) for rank in groups[0] for parameter in by_rank[rank]}
     return sum(size for name, size in sizes.items() if copies.get(name) == groups) * 2.0**-51
 
 
@@ -289,7 +297,11 @@ def ranks_of(
     They are those of `group`, by default all of the job; `before`, of the same optimizer, where that has the same ones.
     Raises ValueError where parameters lie on other ranks, or do not tell that all ranks of the job belong together.
     """
-    meshes = {tuple(members_of(one)): name for one, name in zip(parameters, names, strict=True) if is_distributed(one)}
+    meshes = {
+        tuple(members_of(parameter)): name
+        for parameter, name in zip(parameters, names, strict=True)
+        if is_distributed(parameter)
+    }
     if group is None and not meshes:
         return None
     if dist.get_rank(group) < 0:
@@ -314,13 +326,18 @@ def ranks_of(
     if before is not None and before.members == members:
         ranks = before
     else:
-        first = next((one for one in parameters if is_distributed(one)), parameters[0])
+        first = next((parameter for parameter in parameters if is_distributed(parameter)), parameters[0])
         device = first.device_mesh.device_type if is_distributed(first) else first.device.type
         ranks = Ranks(members, device, group)
     here = (dist.get_rank(),)
-    held = [
-        Held(name, tuple(one.shape), tuple(members_of(one)) if is_distributed(one) else here, counted_part(one))
-        for one, name in zip(parameters, names, strict=True)
+    described = [
+        Description(
+            name,
+            tuple(parameter.shape),
+            tuple(members_of(parameter)) if is_distributed(parameter) else here,
+            counted_part(parameter),
+        )
+        for parameter, name in zip(parameters, names, strict=True)
     ]
-    ranks.hold(held)
+    ranks.describe(described)
     return ranks

@@ -28,7 +28,9 @@ def warn_of_others(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
     if _world is None or _world() is not world:
         _world, _worlds, _optimizers = weakref.ref(world), _worlds + 1, 0
     _optimizers += 1
-    kinds = [(name, tuple(one.shape), str(one.dtype)) for name, one in zip(names, parameters, strict=True)]
+    kinds = [
+        (name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in zip(names, parameters, strict=True)
+    ]
     digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
     mine = f"{dist.get_rank()} {len(kinds)} {digest}"
     try:

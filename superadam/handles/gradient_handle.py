@@ -185,9 +185,9 @@ def _give_back_before(module: Any, name: str) -> None:
 
     @functools.wraps(ordinary)
     def function(*args: Any, **kwargs: Any) -> Any:
-        for one in tensors_in([*args, *kwargs.values()]):
-            if isinstance(one, GradientHandle):
-                _memory(one)
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            if isinstance(tensor, GradientHandle):
+                _memory(tensor)
         return ordinary(*args, **kwargs)
 
     setattr(module, name, function)

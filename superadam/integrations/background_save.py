@@ -1,4 +1,4 @@
-"""Saving beside training: the thread that writes, and the process group that it talks through."""
+"""Saving in the background: the thread that writes, and the process group that it talks through."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superadam.kernels.torch_private import timeout_of
 _logger = logging.getLogger("superadam")
 
 beginning = threading.RLock()
-"""Held while a save beside training begins: one thread after the other, each when the save before has ended.
+"""Held while a save in the background begins: one thread after the other, each when the save before has ended.
 
 A signal handler that saves meanwhile is refused as another process would be."""
 
@@ -78,7 +78,7 @@ def wait() -> None:
     if error is not None:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise CheckpointError(
-            f"cannot end a save beside training: {reason}; earlier ones are as they were: call wait() before "
+            f"cannot end a save in the background: {reason}; earlier ones are as they were: call wait() before "
             "destroy_process_group(), and see whether a rank has ended"
         ) from error
 
@@ -87,7 +87,7 @@ _groups: dict[object, tuple[object, dist.ProcessGroup]] = {}
 
 
 def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a gloo group of the same ranks, made once, on which collectives run beside those of training.
+    """Return a gloo group of the same ranks, made once, on which collectives run at the same time as those of training.
 
     It waits for ranks as long as the given one does. After `destroy_process_group()` another one is made; a save under
     way keeps its own. Where torch.distributed is not used, None.

@@ -70,7 +70,7 @@ class CheckpointRanks:
                     name = os.path.basename(marker.name)
             name = self.gather(name)[0]
             found = self.gather(name is None or os.path.exists(folder / name))
-        self.gather(None)  # nobody goes on before it is removed
+        self.gather(None)  # no rank goes on before it is removed
         return [rank for rank, is_there in enumerate(found) if not is_there]
 
     def run(self, work: Callable[[], _T]) -> _T:

@@ -1,7 +1,8 @@
 """The tensors of a checkpoint on their way to DCP: copied before training goes on, made when they are written.
 
 A copy is what a tensor is stored as. State that is encoded is decoded when its turn comes, and a working copy is
-written as its rounded master: so neither takes memory beside the copies, and nothing is copied from a device twice.
+written as its rounded master: neither takes memory in addition to the copies, and nothing is copied from a device
+twice.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _block: mmap.mmap | None = None
 
 
 def _memory_of_copies(size: int) -> mmap.mmap:
-    """Return so many bytes, at least 1, in which anything may stand; raises MemoryError where there are none."""
+    """Return memory of this many bytes, at least 1; raises MemoryError where there are none."""
     global _block
     if _block is None or len(_block) != size:
         _block = None  # before there is another one

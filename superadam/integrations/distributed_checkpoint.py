@@ -105,7 +105,7 @@ def save(
         keep: number of checkpoints to keep, at least 1, the new one included.
         process_group: the ranks that save; all by default.
         wait: if False, return when all that this rank writes was copied into host memory, which the next such save uses
-            again, and write that beside training. The next `save` or `load`, `wait()` and the end of the interpreter
+            again, and write it during training. The next `save` or `load`, `wait()` and the end of the interpreter
             wait until the checkpoint is whole, or raise the CheckpointError with which it failed.
 
     Returns:
@@ -302,7 +302,7 @@ class _NewCheckpoint:
 
     def finish_beside(self) -> Path:
         """Let a thread finish; return the folder that the checkpoint will have."""
-        with deferred_signals():  # Ctrl-C leaves no part of a checkpoint behind that nobody writes
+        with deferred_signals():  # Ctrl-C leaves no unfinished checkpoint behind
             rest = self.stack.pop_all()
 
             def work() -> None:

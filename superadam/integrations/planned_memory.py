@@ -55,7 +55,7 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
         host_memory=Rate(share, Kind.MEASURED, "this host"),
     )
     memory = memory_of(subject, setting, machine, found)
-    problems = [one for one in memory.problems if one[1] not in (SAVING, RESUMING, MAPPED)]
+    problems = [problem for problem in memory.problems if problem[1] not in (SAVING, RESUMING, MAPPED)]
     if not problems:
         return
     place, moment, size, limit = problems[0]

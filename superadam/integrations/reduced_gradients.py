@@ -52,7 +52,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
             f"{len(groups)} modules of the model and {len(sharded)} parameters of the optimizer are sharded, expected "
             "some of both; call fully_shard() on the model, then make the optimizer"
         )
-    if any(shards.local_of(one).is_cpu and one.device_mesh.device_type != "cpu" for one in sharded):
+    if any(shards.local_of(shard).is_cpu and shard.device_mesh.device_type != "cpu" for shard in sharded):
         raise ValueError(
             "shards lie in host memory (CPUOffloadPolicy) and gradients are reduced on a device, expected both in one "
             "place; keep fp32 shards there, whose gradients arrive unrounded"
@@ -113,13 +113,19 @@ class ReducedGradients(GradientHolder):
         """Take the gradients of the optimizer's present parameters."""
         parameters = self._parameters()
         self._followed = [*map(id, parameters)]
-        narrow = [one for one in parameters if shards.is_distributed(one) and one.itemsize < torch.float32.itemsize]
-        self._owners = {id(one): self._owners.get(id(one)) or _Owner(one) for one in narrow}
+        narrow = [
+            shard for shard in parameters if shards.is_distributed(shard) and shard.itemsize < torch.float32.itemsize
+        ]
+        self._owners = {id(shard): self._owners.get(id(shard)) or _Owner(shard) for shard in narrow}
         self._hooks.watch(narrow)
 
     def _parameters(self) -> list[Tensor]:
         optimizer = self._optimizer()
-        return [] if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
+        return (
+            []
+            if optimizer is None
+            else [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        )
 
     def show(self, buffer: Tensor) -> None:
         """Note the buffer of the group whose hooks are called next."""

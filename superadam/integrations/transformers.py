@@ -61,7 +61,7 @@ def offload(
     Whatever is raised, the Trainer was not changed.
     """
     inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
-    if any(isinstance(one, OffloadCallback) for one in trainer.callback_handler.callbacks):
+    if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
         raise RuntimeError("offload() was called for this Trainer already, expected one call; leave out this one")
     made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may have wrapped it
     if made is not None and not isinstance(made, SpeculativeCPUAdam):
@@ -202,9 +202,15 @@ def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> Specul
 
 def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
     """Warn of most weights being fp32 on a device, where they and gradients take twice the memory of bf16."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    wide = sum(one.numel() for one in parameters if one.dtype == torch.float32 and one.device.type != "cpu")
-    if 2 * wide > sum(one.numel() for one in model.parameters()):
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
+    wide = sum(
+        parameter.numel()
+        for parameter in parameters
+        if parameter.dtype == torch.float32 and parameter.device.type != "cpu"
+    )
+    if 2 * wide > sum(parameter.numel() for parameter in model.parameters()):
         _logger.warning(
             "%s parameters are fp32 on the device, where weights and gradients take %s more than in bf16, although the "
             "optimizer keeps fp32 masters; load the model with dtype=torch.bfloat16 (TRL: --dtype bfloat16), and under "

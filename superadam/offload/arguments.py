@@ -52,7 +52,9 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
                 "takes them, expected a model on one rank; train this one without an OffloadScheduler"
             )
     world_size = torch.distributed.get_world_size() if _is_distributed() and inner.process_group is None else 1
-    if world_size > 1 and not any(is_distributed(one) for group in inner.param_groups for one in group["params"]):
+    if world_size > 1 and not any(
+        is_distributed(parameter) for group in inner.param_groups for parameter in group["params"]
+    ):
         raise RuntimeError(
             f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
             "expected one rank, or the DTensor parameters of fully_shard; shard the model, pass the optimizer a "

@@ -144,10 +144,10 @@ class Autotuner:
         if wanted == now:
             self._wanted = []
             return False
-        self._wanted = [one for one in self._wanted if (one > now) == (wanted > now)] + [wanted]
+        self._wanted = [count for count in self._wanted if (count > now) == (wanted > now)] + [wanted]
         if len(self._wanted) < AGREEING_STEPS:
             return False
-        chosen, self._wanted = min(self._wanted, key=lambda one: abs(one - now)), []
+        chosen, self._wanted = min(self._wanted, key=lambda count: abs(count - now)), []
         if chosen > now:
             chosen = min(chosen, self._affordable_buckets(step))
         self.placement = replace(self.placement, gpu_buckets=chosen)
@@ -156,25 +156,27 @@ class Autotuner:
     def _wanted_buckets(self, step: list[Work], awaited_at: float, update_seconds: float) -> int:
         """Return how many buckets would have let the worker end when backward did."""
         now, numel = self.placement.gpu_buckets, self.placement.bucket_numel
-        waiting = sum(one.elements for one in step if one.waits)
-        timed = [one for one in step if one.is_hidden and not one.is_resident and not one.waits]
-        elements = sum(one.elements for one in timed) + waiting * (update_seconds > 0.0)
+        waiting = sum(work.elements for work in step if work.waits)
+        timed = [work for work in step if work.is_hidden and not work.is_resident and not work.waits]
+        elements = sum(work.elements for work in timed) + waiting * (update_seconds > 0.0)
         if elements:
-            self._seconds_per_element = (sum(one.seconds for one in timed) + update_seconds * (waiting > 0)) / elements
+            self._seconds_per_element = (
+                sum(work.seconds for work in timed) + update_seconds * (waiting > 0)
+            ) / elements
         elif not now:
             return now
         began = step[0].ended - step[0].seconds
-        done = max((one.ended for one in step if not one.is_resident), default=began)
-        ended = min(awaited_at, max((one.ended for one in step if one.is_resident), default=math.inf))
+        done = max((work.ended for work in step if not work.is_resident), default=began)
+        ended = min(awaited_at, max((work.ended for work in step if work.is_resident), default=math.inf))
         if ended == math.inf:  # the worker was done; for how long is unknown
             ended = done
-        travelling = (one for one in reversed(step) if not one.is_resident)
-        last = sum(one.elements for one in itertools.takewhile(operator.attrgetter("waits"), travelling))
+        travelling = (work for work in reversed(step) if not work.is_resident)
+        last = sum(work.elements for work in itertools.takewhile(operator.attrgetter("waits"), travelling))
         late = max(0.0, done - ended) + update_seconds * last / max(1, waiting)
         if late > LEAST_GAIN * (ended - began + late):
             more = math.ceil(late / max(self._seconds_per_element * numel, 1e-9))
-            return min(now + more, max(now, -(-sum(one.elements for one in step) // numel)))
-        interval = (ended - began) / max(1, sum(one.elements for one in step))  # in which one more element arrives
+            return min(now + more, max(now, -(-sum(work.elements for work in step) // numel)))
+        interval = (ended - began) / max(1, sum(work.elements for work in step))  # in which one more element arrives
         fewer = (ended - done) / max((self._seconds_per_element + interval) * numel, 1e-9)
         return max(0, now - math.floor(max(0.0, fewer))) if late == 0.0 else now
 
@@ -183,7 +185,7 @@ class Autotuner:
 
         Asks the device, which takes its driver a while.
         """
-        resident_now = sum(one.elements for one in step if one.is_resident)
+        resident_now = sum(work.elements for work in step if work.is_resident)
         free = (self._device.free_bytes() or 0) + self._bytes_of_state * resident_now
         each = self._bytes_of_state + self._bytes_of_gradient
         elements = max(0, int(free * FREE_SHARE / each))  # a peak may have been higher
@@ -223,7 +225,7 @@ class Autotuner:
                 f"gpu_buckets is {placement.gpu_buckets}, but {type(self._device).__name__} cannot make steps where "
                 "the model is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
             )
-        now, then = (min(one.gpu_buckets * one.bucket_numel, self._total) for one in (self.placement, placement))
+        now, then = (min(each.gpu_buckets * each.bucket_numel, self._total) for each in (self.placement, placement))
         needed = math.ceil(self._bytes_of_state * (then - now))
         free = self._device.free_bytes() if then > now else None
         if free is not None and needed > free:

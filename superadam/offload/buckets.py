@@ -22,7 +22,7 @@ from superadam.state.parameter import ParameterState, Piece
 
 _logger = logging.getLogger("superadam")
 
-EMPTY_STEPS = 3  # of whose gradients none could be taken, before the program is told
+EMPTY_STEPS = 3  # of whose gradients none could be taken, before the program is warned
 DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 

@@ -75,7 +75,7 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
             local, link = shards.local_of(parameter), placement.transfer_dtype
             is_on_host = device.is_host(local)
             amsgrad, most = bool(group["amsgrad"]), placement.bucket_numel
-            one = needs_of(
+            needs = needs_of(
                 local,
                 is_on_host=is_on_host,
                 transfer_dtype=link,
@@ -84,10 +84,10 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
                 storage=storage,
             )
             gradient = parameter.grad if is_on_host else None
-            run += replace(one, present=_bytes_of(entries.get(parameter), gradient))
+            run += replace(needs, present=_bytes_of(entries.get(parameter), gradient))
             elements += local.numel()
             if not is_on_host:
-                leaving += one.shadows
+                leaving += needs.shadows
                 widest = max(widest, local.element_size(), dtype_on_link(local, link).itemsize)
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
         return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, lists=0, largest=0)
@@ -110,6 +110,6 @@ def with_bucket(run: HostNeeds, widest: int, placement: Placement) -> HostNeeds:
 def _bytes_of(entry: Any, gradient: Tensor | None) -> int:
     """Return what a parameter's published state and its gradient take already; users may have put anything there."""
     values = [value for name, value in raw(entry).items() if name != "step"] if isinstance(entry, dict) else []
-    values = [each for one in values for each in (one.arrays if isinstance(one, Encoded) else (one,))]
-    tensors = [shards.local_of(one) for one in (*values, gradient) if isinstance(one, Tensor)]
-    return sum(one.numel() * one.element_size() for one in tensors)
+    values = [each for value in values for each in (value.arrays if isinstance(value, Encoded) else (value,))]
+    tensors = [shards.local_of(tensor) for tensor in (*values, gradient) if isinstance(tensor, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -75,7 +75,7 @@ class Pipeline:
             job = functools.partial(self._add_resident, transaction, pending, arrived, norms, begin)
         else:
             transaction.table.bring_home(gradients)
-            able = {piece for piece in gradients if transaction.can_speculate(one := piece.state, hyper[one.row])}
+            able = {piece for piece in gradients if transaction.can_speculate(state := piece.state, hyper[state.row])}
             pending, arrived = self._transfers.download(gradients, hyper, able)
             job = functools.partial(self._speculate, transaction, pending, bucket.numel, arrived, begin)
         self._statistics.buckets += 1
@@ -117,7 +117,7 @@ class Pipeline:
         for piece, record in pending.items():
             if prediction is None or self.predictor.leaves_out(piece, prediction, transaction.expected_scale):
                 record.slot = None
-        written = {id(one.slot.shadow): one.slot.shadow for one in pending.values() if one.slot is not None}
+        written = {id(record.slot.shadow): record.slot.shadow for record in pending.values() if record.slot is not None}
         is_hidden = not is_awaited()
         with transaction.lock, torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None, prediction=prediction)
@@ -142,7 +142,7 @@ class Pipeline:
 
     def _count_lists(self, listed: Mapping[Piece, Listed]) -> None:
         self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
-        self._statistics.uncertain_elements += sum(one.count for one in listed.values())
+        self._statistics.uncertain_elements += sum(each.count for each in listed.values())
 
     def _wait_for(self, arrived: Event, is_awaited: Callable[[], bool]) -> None:
         """Wait for a copy, and commit meanwhile: the host may have enqueued this bucket long before backward."""
@@ -172,7 +172,7 @@ class Pipeline:
         self._statistics.worker_seconds += seconds
 
     def learn(self, applied: Applied | None) -> None:
-        """Learn from a step what to do in the next; a predictor that fails begins anew."""
+        """Learn from a step what to predict for the next; a predictor that fails is replaced by a new one."""
         predictor, self.predictor = self.predictor, Predictor()
         predictor.add_verdict(applied)
         self.predictor = predictor

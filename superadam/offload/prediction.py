@@ -87,8 +87,8 @@ class Predictor:
         else:
             self._limits.append(usual if norm * unscaling < usual else math.inf)
         if is_clipped and self._past:  # where nothing is clipped, predictions cost nothing and need not hold
-            self._errors += [_error(one.factor, factor) for one in made]
-        self._past.append(_Past(norm, {one.elements: one.seen for one in made}))
+            self._errors += [_error(prediction.factor, factor) for prediction in made]
+        self._past.append(_Past(norm, {prediction.elements: prediction.seen for prediction in made}))
         self._elements = self._arrived
 
     def add_lists(self, listed: Mapping[Piece, Listed], prediction: Prediction) -> None:
@@ -97,15 +97,15 @@ class Predictor:
             return
         spread, narrowest = _spread(prediction), _spread(_around(1.0, WIDTHS[0]))
         elements = uncertain = 0
-        for piece, one in listed.items():
+        for piece, its_list in listed.items():
             numel = piece.shape.numel()
-            if one.is_complete:
+            if its_list.is_complete:
                 self._left_out.pop(piece, None)
-            elif one.count * narrowest * LISTED_SHARE > numel * spread:  # so would be its narrowest list
+            elif its_list.count * narrowest * LISTED_SHARE > numel * spread:  # so would be its narrowest list
                 steps = min(MOST_LEFT_OUT, 2 * self._left_out.get(piece, (0, FIRST_LEFT_OUT // 2))[1])
                 self._left_out[piece] = self._steps + steps, steps
                 continue
-            elements, uncertain = elements + numel, uncertain + one.count
+            elements, uncertain = elements + numel, uncertain + its_list.count
         if elements:
             self._listed, self._found = self._listed + elements * spread, self._found + uncertain
 
@@ -120,8 +120,9 @@ class Predictor:
     def leaves_out(self, piece: Piece, prediction: Prediction, unscaling: float) -> bool:
         """Whether speculation on a piece would be in vain, if the verdict's factor is not the predicted one.
 
-        It has no more values than its master, or nearly all of it is uncertain: it is near zero, or its updates are
-        large. The factor without clipping, `unscaling`, is met often.
+        Its dtype is as wide as its master's, so that rounding hides no difference, or nearly all of its elements are
+        uncertain, because they are near zero or its updates are large. `unscaling`, the factor without clipping, is
+        often met exactly.
         """
         if prediction.interval is None:
             return False

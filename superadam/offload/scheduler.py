@@ -377,7 +377,7 @@ class OffloadScheduler(GradientHolder):
             RuntimeError: this torch lacks what sums on the host need.
         """
         if dtype is not None:
-            parameters = (one for group in self.optimizer.param_groups for one in group["params"])
+            parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
             check_can_take(parameters, "accumulate() got torch.float32")
         with self._lock:
             self._take_waiting()

@@ -62,9 +62,9 @@ class Live(dispatch_mode()):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, Tensor):
-                self.add(one)
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
         self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
         return found
 
@@ -91,7 +91,11 @@ def run(model: Any, tokens: Tensor, loss: str, mode: Live | None = None) -> None
         if mode is not None:
             mode.enter(phase)
 
-    hooks = [one.register_post_accumulate_grad_hook(leave) for one in model.parameters() if one.requires_grad]
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(leave)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
     try:
         begin(FORWARD)
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -129,8 +133,8 @@ def peaks_of(
     attention.register()
     with fake_tensor_mode()(allow_non_fake_inputs=True):
         model, mode = recomputing(build(config, attention.NAME), is_wanted=checkpointing), Live()
-        for one in (*model.parameters(), *model.buffers()):
-            mode.add(one)
+        for tensor in (*model.parameters(), *model.buffers()):
+            mode.add(tensor)
         begin, calls = mode.now, attention.calls
         try:
             with mode:
@@ -161,7 +165,7 @@ def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, to
     if layers <= few[1]:
         few = (max(1, layers - period), layers)
     configs = [with_layers(config, count) for count in few]
-    sizes = [sum(one.numel() for one in on_meta(each).parameters()) for each in configs]
+    sizes = [sum(parameter.numel() for parameter in on_meta(each).parameters()) for each in configs]
     rest = (layers - few[1]) // period
 
     def at(values: list[int], periods: int) -> int:
@@ -172,7 +176,7 @@ def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, to
             f"the layers of a {config.model_type} differ in a way that its layer_types do not tell, expected kinds "
             "that repeat, so that few of them say nothing of all; measure it on the machine"
         )
-    runs = [peaks_of(one, sequences, tokens, **how) for one in configs]
-    whole = {phase: at([one[phase] for one in runs], rest) for phase in PHASES}
+    runs = [peaks_of(config, sequences, tokens, **how) for config in configs]
+    whole = {phase: at([run[phase] for run in runs], rest) for phase in PHASES}
     one_left = 1 - few[1] // period
-    return Activations(whole[FORWARD], whole[HEAD], whole[LAYERS], at([one[LAYERS] for one in runs], one_left))
+    return Activations(whole[FORWARD], whole[HEAD], whole[LAYERS], at([run[LAYERS] for run in runs], one_left))

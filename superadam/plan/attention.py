@@ -30,7 +30,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, _, rows, *sinks = ctx.saved_tensors
         sums = torch.empty_like(rows)  # of gradient times output, which the kernel computes first
-        found = [torch.empty_like(one) for one in (query, key, value, *sinks)]
+        found = [torch.empty_like(tensor) for tensor in (query, key, value, *sinks)]
         del sums
         return tuple(found) if sinks else (*found, None)
 

@@ -77,7 +77,7 @@ class Work:
     @property
     def numel(self) -> int:
         """Elements of all buckets."""
-        return sum(one.numel for one in self.buckets)
+        return sum(bucket.numel for bucket in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _Runner:
         self.rates, self.work = rates, work
         self.now = self.worker = self.down = self.up = 0.0
         self.uncommitted: dict[int, None] = {}
-        self.leaving = [index for index, one in enumerate(work.buckets) if not one.is_resident]
+        self.leaving = [index for index, bucket in enumerate(work.buckets) if not bucket.is_resident]
 
     def iterate(self, is_clipped: bool) -> Step:
         rates, work, clipping = self.rates, self.work, self.work.clipping
@@ -193,9 +193,9 @@ class _Runner:
         """Commit a bucket's worth of what was accepted; return the seconds."""
         count = 0
         while self.uncommitted and count < self.work.bucket_numel:
-            one = next(iter(self.uncommitted))
-            del self.uncommitted[one]
-            count += self.work.buckets[one].numel
+            index = next(iter(self.uncommitted))
+            del self.uncommitted[index]
+            count += self.work.buckets[index].numel
         spent = self.rates.passes.commit * count + self.rates.worker_per_bucket
         self.worker += spent
         return spent

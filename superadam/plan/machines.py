@@ -38,7 +38,7 @@ class Rate:
     source: str
 
 
-PASSES = tuple(one.name for one in fields(Passes))
+PASSES = tuple(field.name for field in fields(Passes))
 """The passes of which a machine may have its own seconds."""
 
 
@@ -67,8 +67,8 @@ class Machine:
     @property
     def rates(self) -> dict[str, Rate]:
         """All numbers by name."""
-        every = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: one for name, one in every.items() if isinstance(one, Rate)} | dict(self.passes or {})
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: rate for name, rate in every.items() if isinstance(rate, Rate)} | dict(self.passes or {})
 
 
 def names() -> list[str]:
@@ -90,20 +90,20 @@ def read(name: str) -> Machine:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UnplannableError(f"{name} cannot be read as TOML ({error}); correct it") from error
-    known = {one.name for one in fields(Machine)}
+    known = {field.name for field in fields(Machine)}
     if wrong := sorted({*values} - known | known - {*values, "one_memory", "passes"}):
         raise UnplannableError(f"{name} has or lacks {wrong[0]}, expected {', '.join(sorted(known))}; correct it")
     if wrong := sorted({*values.get("passes", PASSES)} ^ {*PASSES}):
         raise UnplannableError(f"passes of {name} have or lack {wrong[0]}, expected {', '.join(PASSES)}; correct it")
     plain = {key: values.pop(key) for key in ("title", "one_memory") if key in values}
     passes = values.pop("passes", None)
-    every = {key: _rate(f"{key} of {name}", one) for key, one in values.items()}
-    found = None if passes is None else {key: _rate(f"passes.{key} of {name}", one) for key, one in passes.items()}
+    every = {key: _rate(f"{key} of {name}", value) for key, value in values.items()}
+    found = None if passes is None else {key: _rate(f"passes.{key} of {name}", value) for key, value in passes.items()}
     return Machine(**plain, **every, passes=found)  # type: ignore[arg-type]
 
 
 def _rate(what: str, row: Any) -> Rate:
-    kinds = [one.value for one in Kind]
+    kinds = [kind.value for kind in Kind]
     expected = f"expected a table with value, kind ({', '.join(kinds)}) and source; correct it"
     if not isinstance(row, dict) or {*row} != {"value", "kind", "source"} or row["kind"] not in kinds:
         raise UnplannableError(f"{what} is {row!r}, {expected}")

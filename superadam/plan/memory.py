@@ -63,17 +63,20 @@ class Subject:
         """Return the model of a configuration; raises `UnplannableError` where there is none."""
         model = on_meta(config)
         sizes: dict[str, int] = {}
-        for name, one in model.named_parameters():
+        for name, parameter in model.named_parameters():
             _, is_in_layer, rest = name.partition(".layers.")
             unit = rest.partition(".")[0] if is_in_layer else ""
-            sizes[unit] = sizes.get(unit, 0) + one.numel()
+            sizes[unit] = sizes.get(unit, 0) + parameter.numel()
         root = sizes.pop("", 0)
         return Subject(config, model, root + sum(sizes.values()), max(sizes.values(), default=0), root)
 
     def shards(self, ranks: int) -> dict[str, Tensor]:
         """Return what a rank has of each parameter: FSDP2 divides the first dimension."""
         whole = dict(self.model.named_parameters())
-        return {name: one.data.new_empty(-(-one.shape[0] // ranks), *one.shape[1:]) for name, one in whole.items()}
+        return {
+            name: parameter.data.new_empty(-(-parameter.shape[0] // ranks), *parameter.shape[1:])
+            for name, parameter in whole.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +95,23 @@ class Memory:
     @property
     def free(self) -> int:
         """Bytes of the GPU that its peak leaves."""
-        return self.gpu_limit - max(total(one) for one in self.gpu.values())
+        return self.gpu_limit - max(total(categories) for categories in self.gpu.values())
 
     @property
     def problems(self) -> list[tuple[str, str, int, int]]:
         """What does not fit: place, moment, bytes and limit; training first, and what needs most."""
         found = []
         for place, moments, limit in (("GPU", self.gpu, self.gpu_limit), ("host", self.host, self.host_limit)):
-            over = [(place, moment, size, limit) for moment, one in moments.items() if (size := total(one)) > limit]
-            found += sorted(over, key=lambda one: -one[2])
+            over = [
+                (place, moment, size, limit)
+                for moment, categories in moments.items()
+                if (size := total(categories)) > limit
+            ]
+            found += sorted(over, key=lambda problem: -problem[2])
         if self.one_memory:
             both = max(map(total, self.gpu.values())) + total(self.host[TRAINING])
             found += [("GPU and host", TRAINING, both, self.gpu_limit)] if both > self.gpu_limit else []
-        return sorted(found, key=lambda one: one[1] in (SAVING, RESUMING, MAPPED))
+        return sorted(found, key=lambda problem: problem[1] in (SAVING, RESUMING, MAPPED))
 
     @property
     def trains(self) -> bool:
@@ -125,7 +132,7 @@ def total(categories: Mapping[str, int]) -> int:
 def placement_of(subject: Subject, setting: Setting) -> Placement:
     """Return the placement that a scheduler begins with."""
     shards = subject.shards(setting.ranks).values()
-    return Placement(0, numel_of_buckets(sum(one.numel() for one in shards)), None, 1)
+    return Placement(0, numel_of_buckets(sum(shard.numel() for shard in shards)), None, 1)
 
 
 def activations_for(subject: Subject, setting: Setting) -> Activations:
@@ -137,8 +144,8 @@ def activations_for(subject: Subject, setting: Setting) -> Activations:
 def memory_of(subject: Subject, setting: Setting, machine: Machine, found: Activations) -> Memory:
     """Return what training takes; `found` has the peaks of forward and backward with this setting."""
     placement, shards = placement_of(subject, setting), subject.shards(setting.ranks)
-    mine = SIZE * sum(one.numel() for one in shards.values())
-    bucket, largest = SIZE * placement.bucket_numel, SIZE * max(one.numel() for one in shards.values())
+    mine = SIZE * sum(shard.numel() for shard in shards.values())
+    bucket, largest = SIZE * placement.bucket_numel, SIZE * max(shard.numel() for shard in shards.values())
     is_sharded = setting.ranks > 1 or setting.flows
     fixed = {
         "weights": 0 if setting.flows else mine,
@@ -165,7 +172,7 @@ def memory_of(subject: Subject, setting: Setting, machine: Machine, found: Activ
         gpu[END] = gpu[END] | {"new values": mine - waiting}
         gpu[STEP] = fixed | {"new values": mine - waiting}
     host = _host(shards, setting, machine, placement, waiting, mine)
-    cut = tuple(name for name, one in shards.items() if one.numel() > placement.bucket_numel)
+    cut = tuple(name for name, shard in shards.items() if shard.numel() > placement.bucket_numel)
     return Memory(gpu, host, limit, int(machine.host_memory.value), waiting, room, cut, machine.one_memory)
 
 
@@ -173,8 +180,8 @@ def _host(
     shards: Mapping[str, Tensor], setting: Setting, machine: Machine, placement: Placement, waiting: int, mine: int
 ) -> dict[str, dict[str, int]]:
     needs, flows = HostNeeds(), setting.flows
-    for one in shards.values():
-        needs += needs_of(one, is_on_host=flows, piece_numel=placement.bucket_numel, storage=setting.storage)
+    for shard in shards.values():
+        needs += needs_of(shard, is_on_host=flows, piece_numel=placement.bucket_numel, storage=setting.storage)
     if not flows:
         needs = with_bucket(replace(needs, shadows=waiting), SIZE, placement)
     reserved = {"process": int(machine.host_reserved.value)} | ({"weights": mine} if flows else {})
@@ -185,7 +192,7 @@ def _host(
         "lists": needs.lists,
         "buckets under way": needs.under_way,
     }
-    most = max(needs_of(one, is_on_host=flows, storage=Storage()).state for one in shards.values()) // 3
+    most = max(needs_of(shard, is_on_host=flows, storage=Storage()).state for shard in shards.values()) // 3
     loading = {"process": reserved["process"], "weights": mine, "state": needs.state}
     return {
         TRAINING: training,

@@ -252,8 +252,8 @@ class Patch:
         self.targets: list[Tensor | None] = [None] * len(counts)
         self._distant: list[Tensor] = []
         if shadow.is_sent:
-            self._host = [device.host_empty(total, one) for one in (torch.int64, shadow.dtype)]
-            self._distant = [device.empty(total, one, Stream.CURRENT) for one in (torch.int64, shadow.dtype)]
+            self._host = [device.host_empty(total, dtype) for dtype in (torch.int64, shadow.dtype)]
+            self._distant = [device.empty(total, dtype, Stream.CURRENT) for dtype in (torch.int64, shadow.dtype)]
         else:
             self._host = [torch.empty(total, dtype=shadow.dtype, device="cpu")]
             self.targets = [shadow.values[position] for position in positions]

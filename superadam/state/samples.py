@@ -84,7 +84,7 @@ class Samples:
             arrays, working_copy = self._table.newest_master(piece), piece.working_copy
             if not arrays:
                 continue
-            master = _values([flat(one).cpu() for one in arrays])
+            master = _values([flat(array).cpu() for array in arrays])
             rounded = master.as_strided(piece.shape, piece.strides).to(working_copy.dtype)
             if differing(working_copy.detach().cpu(), rounded).any():
                 found.append(piece.state.row)
@@ -103,16 +103,16 @@ class Samples:
             is_dense = working_copy.stride() == piece.strides
             samples = _cut(working_copy, blocks) if is_dense else _cut_sparse(working_copy, piece.strides, blocks)
             kinds[blocks[1], piece.parameter_dtype, working_copy.device, arrays[0].device, len(arrays)].append(
-                (piece.state.row, samples, [_cut(one, blocks) for one in arrays])
+                (piece.state.row, samples, [_cut(array, blocks) for array in arrays])
             )
         found: list[int] = []
         for group in kinds.values():
             rows, parameters, masters = zip(*group, strict=True)
             present = torch.cat(parameters).cpu()
-            rounded = _values([torch.cat(one).cpu() for one in zip(*masters, strict=True)]).to(parameters[0].dtype)
+            rounded = _values([torch.cat(part).cpu() for part in zip(*masters, strict=True)]).to(parameters[0].dtype)
             where = differing(present, rounded).any(dim=1).numpy()
             if where.any():
-                owners = np.repeat(np.array(rows), [len(one) for one in parameters])
+                owners = np.repeat(np.array(rows), [len(parameter) for parameter in parameters])
                 found += np.unique(owners[where]).tolist()
         return found
 
@@ -123,7 +123,7 @@ def _values(arrays: Sequence[Tensor]) -> Tensor:
 
 
 def blocks_of(length: int) -> tuple[int, int, int]:
-    """Return number, width and distance of the blocks that are compared of so many elements, as `cpu/samples.c`."""
+    """Return number, width and distance of the blocks that are compared, of this many elements, as `cpu/samples.c`."""
     width = min(length, native.SAMPLE_WIDTH)
     count = min(max(native.chunk_count(length), 2), native.SAMPLE_BLOCKS) if length > width else 1
     return count, width, (length - width) // (count - 1) if count > 1 else 0

@@ -75,7 +75,7 @@ class Listed:
 def empty_lists(numels: Sequence[int], with_max: Sequence[bool]) -> list[Listed]:
     """Return empty lists for parameters with these numbers of elements; `with_max`: which have a `max_exp_avg_sq`."""
     records = np.zeros(len(numels), native.UNCERTAIN)
-    sizes = [list_bytes(numel, with_max=one) for numel, one in zip(numels, with_max, strict=True)]
+    sizes = [list_bytes(numel, with_max=has_max) for numel, has_max in zip(numels, with_max, strict=True)]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     records["capacity"] = [*map(_capacity, numels)]
     begins = memory.data_ptr() + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)

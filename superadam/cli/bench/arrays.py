@@ -74,19 +74,19 @@ def _repeated(pattern: npt.NDArray[Any], length: int) -> npt.NDArray[np.uint8]:
 class PassArrays:
     """State, two gradients and a working copy of `numel` elements, and the segment that describes them.
 
-    With `gradient_dtype` FLOAT64 everything is FLOAT64; `out_dtype` is that of the working copy, `form` that of the
+    With `gradient_dtype` FLOAT64 everything is FLOAT64; `out_dtype` is that of the working copy, `format` that of the
     state; where moments have 8 bits, `numel` is a multiple of `native.BLOCK`. `sums` and `nonfinite` receive a norm,
     one entry per chunk; `coefficients` is a table with the one set that every pass uses.
     """
 
-    def __init__(self, numel: int, gradient_dtype: Dtype, out_dtype: Dtype, form: Format = Format.PLAIN) -> None:
+    def __init__(self, numel: int, gradient_dtype: Dtype, out_dtype: Dtype, format: Format = Format.PLAIN) -> None:
         self.numel = numel
         self.gradient_dtype = gradient_dtype
         self.out_dtype = out_dtype
-        self.form = form
+        self.format = format
         double = gradient_dtype is Dtype.FLOAT64
         state = Dtype.FLOAT64 if double else Dtype.FLOAT32
-        moments = Dtype.BFLOAT16 if Format.MOMENTS_BFLOAT16 in form else state
+        moments = Dtype.BFLOAT16 if Format.MOMENTS_BFLOAT16 in format else state
         generator = np.random.default_rng(0)
         normal = generator.standard_normal(native.CHUNK)
         self._arrays = {
@@ -97,20 +97,21 @@ class PassArrays:
             "exp_avg_sq": _filled(1e-6 * np.square(normal), numel, moments),
             "out": _filled(normal, numel, out_dtype),
         }
-        if Format.MOMENTS_8BIT in form:
+        if Format.MOMENTS_8BIT in format:
             exponents = {"exp_avg_exponents": 115, "exp_avg_sq_exponents": 107}  # of numbers near 1e-3 and 1e-6
             for name in ("exp_avg", "exp_avg_sq"):
                 self._arrays[name] = _repeated(generator.integers(1, 256, native.CHUNK, np.uint8), numel)
             for name, exponent in exponents.items():
                 self._arrays[name] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
-        if Format.MASTER_24BIT in form:
+        if Format.MASTER_24BIT in format:
             upper = self._arrays["master"].view(np.uint16)[1::2]
             self._arrays["master"] = _repeated(upper[: native.CHUNK].copy(), numel)
             self._arrays["master_low"] = _repeated(generator.integers(0, 256, native.CHUNK, np.uint8), numel)
         self.sums = np.zeros(native.chunk_count(numel), np.float64)
         self.nonfinite = np.zeros(native.chunk_count(numel), np.int64)
         self.coefficients = np.array(
-            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double, compact=bool(form)).row()], native.COEFFICIENTS
+            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double, compact=bool(format)).row()],
+            native.COEFFICIENTS,
         )
 
     def __getitem__(self, name: str) -> npt.NDArray[np.uint8]:
@@ -129,7 +130,7 @@ class PassArrays:
         table["length"] = self.numel
         table["gradient_dtype"] = self.gradient_dtype
         table["out_dtype"] = self.out_dtype
-        table["format"] = self.form
+        table["format"] = self.format
         if with_norm:
             table["sums"] = self.sums.ctypes.data
             table["nonfinite"] = self.nonfinite.ctypes.data

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set (the best one that can run)")
     parser.add_argument("--threads", type=int, metavar="N", help="number of threads (as many as training uses)")
-    moments, masters = ([one.value for one in formats] for formats in (Moments, Master))
+    moments, masters = ([way.value for way in formats] for formats in (Moments, Master))
     parser.add_argument("--moments", choices=moments, default="fp32", help="how moments are stored (default: fp32)")
     parser.add_argument("--master", choices=masters, default="fp32", help="how masters are stored (default: fp32)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")

@@ -35,12 +35,12 @@ BURSTS = (32, 128)
 PREFETCHES = (0, 1 << 10, 2 << 10, 4 << 10)
 
 
-def variants(which: Pass, out_dtype: Dtype, form: Format) -> list[Variant]:
+def variants(which: Pass, out_dtype: Dtype, format: Format) -> list[Variant]:
     """Return the variants that differ for a pass: one that stores nothing has none with stores past the caches.
 
     A burst is at least a line of each array.
     """
-    has_bytes = bool(form & (Format.MOMENTS_8BIT | Format.MASTER_24BIT))
+    has_bytes = bool(format & (Format.MOMENTS_8BIT | Format.MASTER_24BIT))
     bursts = [max(burst, ALIGNMENT) if has_bytes else burst for burst in BURSTS]
     writes_out = which in OUT_WRITERS and out_dtype is not Dtype.NONE
     streams = [(False, False)]
@@ -71,5 +71,5 @@ def find_floor(arrays: PassArrays, which: Pass, threads: int, before: Action, ro
     `threads` is a maximum; `before`, the pass itself, runs between the variants as it will in the comparison; `rounds`
     is the number of timed runs of each variant.
     """
-    candidates = variants(which, arrays.out_dtype, arrays.form)
+    candidates = variants(which, arrays.out_dtype, arrays.format)
     return candidates[fastest([action(arrays, which, variant, threads) for variant in candidates], rounds, before)]

@@ -75,7 +75,7 @@ def compare(first: Action, second: Action, pairs: int, *, clock: Callable[[], fl
     finally:
         if was_collecting:
             gc.enable()
-    ratios = [one / other for one, other in zip(*seconds, strict=True)]
+    ratios = [first / other for first, other in zip(*seconds, strict=True)]
     return Comparison(pairs, Spread.of(ratios), Spread.of(seconds[0]), Spread.of(seconds[1]))
 
 

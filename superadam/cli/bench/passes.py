@@ -41,7 +41,7 @@ class Setting:
     threads: int
     gradient_dtype: Dtype
     out_dtype: Dtype
-    form: Format = Format.PLAIN
+    format: Format = Format.PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def measure(numel: int, chosen: Sequence[Setting], pairs: int) -> Iterator[PassR
     floors: dict[tuple[Pass, int], Variant] = {}
     arrays = None
     for setting in sorted(chosen, key=lambda s: [c.gradient_dtype for c in chosen].index(s.gradient_dtype)):
-        kind = (setting.gradient_dtype, setting.out_dtype, setting.form)
-        if arrays is None or (arrays.gradient_dtype, arrays.out_dtype, arrays.form) != kind:
+        kind = (setting.gradient_dtype, setting.out_dtype, setting.format)
+        if arrays is None or (arrays.gradient_dtype, arrays.out_dtype, arrays.format) != kind:
             arrays = None  # release the old ones first
             arrays = PassArrays(numel, *kind)
             floors.clear()

@@ -106,8 +106,8 @@ def _state(setting: Setting) -> dict[str, str]:
     wide = "f64" if setting.gradient_dtype is Dtype.FLOAT64 else "f32"
     moments = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
     return {
-        "master": "24bit" if Format.MASTER_24BIT in setting.form else wide,
-        "moments": moments.get(setting.form & ~Format.MASTER_24BIT, wide),
+        "master": "24bit" if Format.MASTER_24BIT in setting.format else wide,
+        "moments": moments.get(setting.format & ~Format.MASTER_24BIT, wide),
     }
 
 
@@ -148,7 +148,7 @@ def add_passes(table: Table, rows: Sequence[PassResult]) -> None:
     """Add a group for each setting."""
     for setting, some in itertools.groupby(rows, operator.attrgetter("setting")):
         dtypes = f"{SHORT_NAMES[setting.gradient_dtype]}>{SHORT_NAMES[setting.out_dtype]}"
-        if setting.form:
+        if setting.format:
             dtypes += f", {'+'.join(_state(setting).values())}"
         add_section(table, f"{setting.isa}, {setting.threads} thr., {dtypes}")
         for row in some:

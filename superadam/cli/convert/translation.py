@@ -44,7 +44,7 @@ NO_COUNTERPART = {
     "autotuning": "OffloadScheduler measures and places by itself",
     "elasticity": "distributed_checkpoint loads on any number of ranks",
     "checkpoint": "distributed_checkpoint.save has its own options",
-    "nebula": "distributed_checkpoint.save(..., wait=False) saves beside training",
+    "nebula": "distributed_checkpoint.save(..., wait=False) saves in the background",
     "compression_training": "none",
     "data_efficiency": "none",
     "curriculum_learning": "none",

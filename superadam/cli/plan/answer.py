@@ -89,7 +89,7 @@ def work_of(
         subject.config, subject.model, setting.sequences, setting.tokens, checkpointing=setting.checkpointing
     )
     placement, rate = placement_of(subject, setting), machine.gpu_operations.value * efficiency
-    ordered = [(one, counted.by_parameter.get(name, 0.0)) for name, one in subject.shards(setting.ranks).items()]
+    ordered = [(shard, counted.by_parameter.get(name, 0.0)) for name, shard in subject.shards(setting.ranks).items()]
     parts = parts_of(reversed(ordered), placement.bucket_numel)
     state = bytes_of_state(setting.storage)
     work = Work(
@@ -170,7 +170,7 @@ def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activa
         then = timing_of(subject, changed, machine, memory, efficiency)
         if (factor := then.tokens_per_second / now.tokens_per_second) > 1 + LEAST_GAIN:
             gains.append(Gain(words, factor))
-    return sorted(gains, key=lambda one: -one.factor)
+    return sorted(gains, key=lambda gain: -gain.factor)
 
 
 def answer_for(
@@ -192,6 +192,6 @@ def answer_for(
     chosen = EFFICIENCIES if efficiency is None else (efficiency,)
     if not memory.trains:
         return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), [])
-    timings = [timing_of(subject, setting, machine, memory, one) for one in chosen]
+    timings = [timing_of(subject, setting, machine, memory, each) for each in chosen]
     gains = gains_of(subject, setting, machine, found, chosen[len(chosen) // 2]) if looks_for_gains else []
     return Answer(name, machine, setting, subject, memory, timings, [], gains)

@@ -48,14 +48,14 @@ def add_parser(subparsers: Any) -> None:
         "--seq, --ranks and --machine along.",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, folder, or name in the hub's cache")
-    parser.add_argument("--machine", metavar="M", help="its name, or a TOML file of that form (gh200)")
+    parser.add_argument("--machine", metavar="M", help="its name, or a TOML file of that format (gh200)")
     parser.add_argument("--batch", type=_count, metavar="N", help="sequences of a micro-batch of a rank (1)")
     parser.add_argument("--seq", type=_count, metavar="N", help="tokens of a sequence (4096)")
     parser.add_argument("--micro-batches", type=_count, metavar="N", help="of a step (1)")
     parser.add_argument("--ranks", type=_count, metavar="N", help="GPUs among which FSDP2 divides the model (1)")
     parser.add_argument("--loss", choices=["chunked", "full"], default="chunked", help="logits in parts, or whole")
-    parser.add_argument("--moments", choices=[one.value for one in Moments], help="how they are stored (fp32)")
-    parser.add_argument("--master", choices=[one.value for one in Master], help="how masters are stored (fp32)")
+    parser.add_argument("--moments", choices=[way.value for way in Moments], help="how they are stored (fp32)")
+    parser.add_argument("--master", choices=[way.value for way in Master], help="how masters are stored (fp32)")
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="compute layers again (yes)"
     )

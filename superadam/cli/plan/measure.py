@@ -29,13 +29,13 @@ def measured(base: Machine, rows: Iterable[Mapping[str, Any]], host_bytes: int, 
 def to_toml(machine: Machine) -> str:
     """Return the text of a machine's file."""
 
-    def line(name: str, one: Rate) -> str:
-        source = one.source.replace("\\", "\\\\").replace('"', '\\"')
-        return f'{name} = {{ value = {one.value!r}, kind = "{one.kind.value}", source = "{source}" }}'
+    def line(name: str, rate: Rate) -> str:
+        source = rate.source.replace("\\", "\\\\").replace('"', '\\"')
+        return f'{name} = {{ value = {rate.value!r}, kind = "{rate.kind.value}", source = "{source}" }}'
 
-    every = {one.name: getattr(machine, one.name) for one in fields(machine)}
+    every = {field.name: getattr(machine, field.name) for field in fields(machine)}
     lines = [f'title = "{machine.title}"', f"one_memory = {str(machine.one_memory).lower()}"]
-    lines += [line(name, one) for name, one in every.items() if isinstance(one, Rate)]
+    lines += [line(name, rate) for name, rate in every.items() if isinstance(rate, Rate)]
     if machine.passes is not None:
-        lines += ["", "[passes]", *(line(name, one) for name, one in machine.passes.items())]
+        lines += ["", "[passes]", *(line(name, rate) for name, rate in machine.passes.items())]
     return "\n".join(lines) + "\n"

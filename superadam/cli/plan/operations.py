@@ -46,9 +46,9 @@ def operations(
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     is_tied = inner.weight is outer.weight
     work = {
-        name: one.numel() * (visited if ".experts." in name else 1.0) * (one.dim() > 1)
-        for name, one in model.named_parameters()
-        if one is not inner.weight or is_tied
+        name: parameter.numel() * (visited if ".experts." in name else 1.0) * (parameter.dim() > 1)
+        for name, parameter in model.named_parameters()
+        if parameter is not inner.weight or is_tied
     }
     heads = getattr(config, "num_attention_heads", 0)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
@@ -59,7 +59,9 @@ def operations(
     linear = 2.0 * sum(work.values()) * sequences * tokens
     head = 2.0 * outer.weight.numel() * sequences * tokens
     again = (linear - head + scores) * checkpointing + 0.5 * scores
-    if (name := next((name for name, one in model.named_parameters() if one is outer.weight), None)) and not is_tied:
+    if (
+        name := next((name for name, parameter in model.named_parameters() if parameter is outer.weight), None)
+    ) and not is_tied:
         work[name] *= 2 / 3  # without recomputation
     every = sum(work.values())
-    return Operations(linear + scores, again, {name: one / every for name, one in work.items()})
+    return Operations(linear + scores, again, {name: count / every for name, count in work.items()})

@@ -17,14 +17,14 @@ PASSES = {
 """The kernels' pass of each field of `Passes`."""
 
 
-def seconds_of(machine: Machine, form: Format = Format.PLAIN) -> Passes:
+def seconds_of(machine: Machine, format: Format = Format.PLAIN) -> Passes:
     """Return the seconds of an element in each pass over state of a format: of its bytes or of its arithmetic.
 
     Copies take their bytes from the CPU's bandwidth. Measured passes over fp32 state are scaled by the bytes.
     """
     moved, plain = (
         {name: bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, each) for name, which in PASSES.items()}
-        for each in (form, Format.PLAIN)
+        for each in (format, Format.PLAIN)
     )
     if machine.passes is not None:
         return Passes(**{name: machine.passes[name].value * moved[name] / plain[name] for name in PASSES})
@@ -34,8 +34,8 @@ def seconds_of(machine: Machine, form: Format = Format.PLAIN) -> Passes:
     return Passes(**of | {"norm": busy * moved["norm"] / machine.cpu_bandwidth.value})
 
 
-def rates_of(machine: Machine, form: Format = Format.PLAIN) -> Rates:
+def rates_of(machine: Machine, format: Format = Format.PLAIN) -> Rates:
     """Return the rates that the events of a step are made of."""
     links = (machine.gpu_bandwidth.value, machine.download.value, machine.upload.value)
     python = (machine.worker_per_bucket.value, machine.step_per_bucket.value)
-    return Rates(*links, seconds_of(machine, form), *python, machine.cpu_bandwidth.value)
+    return Rates(*links, seconds_of(machine, format), *python, machine.cpu_bandwidth.value)

@@ -49,8 +49,8 @@ def remedies(subject: Subject, setting: Setting, machine: Machine, found: Activa
         return kinds
 
     def first_of(kinds: list[list[tuple[Setting, str]]], before: str = "") -> list[Remedy]:
-        each = (next(filter(None, (tried(one, before + words) for one, words in kind)), None) for kind in kinds)
-        return [one for one in each if one is not None]
+        each = (next(filter(None, (tried(changed, before + words) for changed, words in kind)), None) for kind in kinds)
+        return [remedy for remedy in each if remedy is not None]
 
     if fits := first_of(single(setting)):
         return fits

@@ -91,9 +91,9 @@ def verdict(answer: Answer) -> Iterator[str]:
             )
         if moment == SAVING:
             yield "saving that waits (wait=True) takes no copy of the state"
-    for one in answer.remedies:
-        peaks = (max(map(total, one.memory.gpu.values())), total(one.memory.host[TRAINING]))
-        yield f"it fits with {one.words}: {gigabytes(peaks[0])} on the GPU, {gigabytes(peaks[1])} on the host"
+    for remedy in answer.remedies:
+        peaks = (max(map(total, remedy.memory.gpu.values())), total(remedy.memory.host[TRAINING]))
+        yield f"it fits with {remedy.words}: {gigabytes(peaks[0])} on the GPU, {gigabytes(peaks[1])} on the host"
     if not memory.trains and not answer.remedies:
         yield (
             "no change that was tried would make it fit: chunked loss, checkpointing, smaller state, fewer sequences, "
@@ -115,8 +115,8 @@ def time_table(answer: Answer) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     kind = LETTERS[Kind.ASSUMED]  # as is the GPU's efficiency
     table.add_column("the GPU reaches, of its peak")
-    for one in answer.timings:
-        table.add_column(f"{one.efficiency:.2f}a", justify="right")
+    for timing in answer.timings:
+        table.add_column(f"{timing.efficiency:.2f}a", justify="right")
     rows: dict[str, Callable[[Timing], str]] = {
         "seconds of a step": lambda t: f"{t.step.seconds:.3f}",
         "of forward and backward": lambda t: f"{t.step.clock:.3f}",
@@ -132,8 +132,8 @@ def time_table(answer: Answer) -> Table:
         "Adam is hidden from, tokens": lambda t: f"{t.hides_from:,.0f}",
     }
     for words, cell in rows.items():
-        found = [cell(one) for one in answer.timings]
-        table.add_row(words, *(one + kind * one[0].isdigit() for one in found))
+        found = [cell(timing) for timing in answer.timings]
+        table.add_row(words, *(text + kind * text[0].isdigit() for text in found))
     return table
 
 
@@ -160,8 +160,8 @@ def notes(answer: Answer) -> Iterator[str]:
     yield "No mark: exact, from shapes. m, p, a: from the machine's file or this command, measured, published, assumed."
     if answer.timings:
         yield "Times are the machine's by its file; --gpu-efficiency replaces the range, once you have measured it."
-    for one in answer.gains:
-        yield f"{one.words} would make {one.factor:.2f} times the tokens per second"
+    for gain in answer.gains:
+        yield f"{gain.words} would make {gain.factor:.2f} times the tokens per second"
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
@@ -174,22 +174,22 @@ def to_json(answer: Answer) -> dict[str, Any]:
     def moments(found: Any) -> dict[str, Any]:
         kinds = {letter: kind for kind, letter in LETTERS.items()}
         return {
-            moment: {name: marked(size, kinds[_mark(answer, name)]) for name, size in one.items()}
-            for moment, one in found.items()
+            moment: {name: marked(size, kinds[_mark(answer, name)]) for name, size in categories.items()}
+            for moment, categories in found.items()
         }
 
-    def timing(one: Timing) -> dict[str, Any]:
-        flat = dataclasses.asdict(one)
+    def times(timing: Timing) -> dict[str, Any]:
+        flat = dataclasses.asdict(timing)
         values = {**{f"step_{name}": value for name, value in flat.pop("step").items()}, **flat}
-        return {name: marked(value, weak) for name, value in (values | {"hidden_share": one.step.hidden}).items()}
+        return {name: marked(value, weak) for name, value in (values | {"hidden_share": timing.step.hidden}).items()}
 
     return {
         "model": answer.name,
         "parameters": marked(answer.subject.parameters, Kind.EXACT),
         "setting": dataclasses.asdict(answer.setting),
         "machine": {
-            name: {"value": one.value, "kind": one.kind.value, "source": one.source}
-            for name, one in machine.rates.items()
+            name: {"value": rate.value, "kind": rate.kind.value, "source": rate.source}
+            for name, rate in machine.rates.items()
         },
         "gpu_bytes": moments(memory.gpu),
         "gpu_limit": marked(memory.gpu_limit, machine.gpu_memory.kind),
@@ -199,7 +199,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "trains": memory.trains,
         "resumes": memory.resumes,
         "verdict": list(verdict(answer)),
-        "remedies": [one.words for one in answer.remedies],
-        "times": [timing(one) for one in answer.timings],
-        "gains": [{"words": one.words, "factor": marked(one.factor, weak)} for one in answer.gains],
+        "remedies": [remedy.words for remedy in answer.remedies],
+        "times": [*map(times, answer.timings)],
+        "gains": [{"words": gain.words, "factor": marked(gain.factor, weak)} for gain in answer.gains],
     }
