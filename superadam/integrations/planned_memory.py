@@ -12,7 +12,8 @@ from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, gigabytes
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind, Rate
-from superadam.plan.memory import MAPPED, RESUMING, SAVING, Setting, Subject, activations_for, memory_of
+from superadam.plan.memory import Setting, Subject, activations_for, memory_of
+from superadam.plan.remedies import remedies
 
 
 def setting_of(training: Any, moments: str, master: str) -> Setting:
@@ -39,8 +40,8 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
         host: for tests.
 
     Raises:
-        MemoryError: it does not; the message names the moment and the remedies. A model whose memory cannot be found
-            out, and a host that does not tell its memory, are not refused.
+        MemoryError: it does not; the message names the moment, and each smallest change with which it does. A model
+            whose memory cannot be found out, and a host that does not tell its memory, are not refused.
     """
     host = host or Host()
     try:
@@ -55,20 +56,13 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
         host_memory=Rate(share, Kind.MEASURED, "this host"),
     )
     memory = memory_of(subject, setting, machine, found)
-    problems = [problem for problem in memory.problems if problem[1] not in (SAVING, RESUMING, MAPPED)]
-    if not problems:
+    if memory.trains:
         return
-    place, moment, size, limit = problems[0]
-    remedies = ["fewer sequences in a micro-batch"] if place == "GPU" and setting.sequences > 1 else []
-    if setting.loss == "full":
-        remedies.insert(0, "a loss in chunks (TRL's loss_type nll)")
-    if not setting.checkpointing and place == "GPU":
-        remedies.append("gradient_checkpointing")
-    if place == "host" and (setting.moments, setting.master) == ("fp32", "fp32"):
-        remedies.append("smaller state (moments bf16, master 24bit)")
-    remedies.append("more ranks")
+    place, moment, size, limit = memory.problems[0]
+    fits = [remedy.words for remedy in remedies(subject, setting, machine, found)]
     where = "" if place == "host" else f" at {moment}"
     raise MemoryError(
         f"training needs about {gigabytes(size)} of the {place}'s memory{where}, but this rank can have "
-        f"{gigabytes(limit)} at most; choose {' or '.join(remedies)}"
+        f"{gigabytes(limit)} at most; as options of superadam plan, it fits with "
+        f"{', or with '.join(fits) or 'none: take a smaller model'}"
     )

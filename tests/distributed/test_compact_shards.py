@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import ranks
 from support.shards import wrap
+from support.visible import content
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import distribute_tensor
@@ -46,15 +47,7 @@ def train(model: nn.Module, optimizer: SpeculativeCPUAdamW, steps: range) -> Non
         optimizer.step()
 
 
-def content(model: nn.Module, optimizer: SpeculativeCPUAdamW) -> list[list[int]]:
-    """Return all parameters and state, whole on every rank, as numbers."""
-    tensors = [*model.parameters()]
-    tensors += [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
-    wholes: list[Any] = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in tensors]
-    return [one.detach().contiguous().view(-1).view(torch.uint8).tolist() for one in wholes]
-
-
-def work(rank: int, *, folder: str, seed: int, moments: str, master: str) -> list[list[int]]:
+def work(rank: int, *, folder: str, seed: int, moments: str, master: str) -> dict[str, Any]:
     """Continue from a checkpoint, if there is one, and save."""
     model, optimizer = make(dist.get_world_size(), moments, master)
     if seed:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import ranks
+from support.visible import content
 from torch import distributed, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,23 +69,6 @@ def train(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
     with torch.no_grad():
         model(inputs[1])  # leaves the root with other parameters than the optimizer's
-
-
-def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return all of parameters and state on every rank, as values that compare to the last bit."""
-
-    def whole(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        full: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return full.dtype, full.shape, full.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-
-    state = optimizer.state_dict()
-    return {
-        "model": {name: whole(value) for name, value in model.state_dict().items()},
-        "state": {key: {name: whole(value) for name, value in entry.items()} for key, entry in state["state"].items()},
-        "groups": state["param_groups"],
-    }
 
 
 def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, **options: Any) -> tuple[Any, ...]:

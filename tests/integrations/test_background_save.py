@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from integrations.test_distributed_checkpoint import Model, content, make, train
+from integrations.test_distributed_checkpoint import Model, make, train
 from support.children import exit_code_of_child, memory_of_process
 from support.machines import machine
+from support.visible import content
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter

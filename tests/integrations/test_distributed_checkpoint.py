@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.children import exit_code_of_child, killed_at
+from support.visible import content
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -69,19 +69,6 @@ def train(model: Model, optimizer: Any, steps: int = 3, *, seed: int = 1) -> Non
         model(torch.randn(4, 5, dtype=model.scalar.dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return all that a checkpoint holds, as values that compare to the last bit, with names for parameters."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.dtype, value.shape, value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return {"model": plain(dict(model.state_dict())), "optimizer": plain(copy.deepcopy(optimizer.state_dict()))}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
