@@ -18,7 +18,8 @@ from superadam.offload.transfers import dtype_on_link
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.entry import Encoded, raw
 from superadam.state import compact
-from superadam.state.parameter import Storage, piece_length
+from superadam.state.parameter import piece_length
+from superadam.state.storage import Storage
 from superadam.state.uncertain import NARROWER, list_bytes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
 from superadam.kernels.torch_private import are_flattened
-from superadam.state.parameter import Master, Moments, Storage
+from superadam.state.storage import Master, Moments, Storage
 
 _Kind = TypeVar("_Kind", bound=enum.Enum)
 

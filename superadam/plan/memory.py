@@ -15,7 +15,7 @@ from superadam.offload.placement import PACKED_UNDER_WAY, Placement, numel_of_bu
 from superadam.plan.activations import FORWARD, HEAD, LAYERS, Activations, activations_of
 from superadam.plan.machines import Machine
 from superadam.plan.models import on_meta
-from superadam.state.parameter import Master, Moments, Storage
+from superadam.state.storage import Master, Moments, Storage
 
 END, STEP = "end of backward", "step()"
 TRAINING, SAVING, RESUMING, MAPPED = "training", "saving in the background", "resuming", "resuming, file mapped"

@@ -23,9 +23,10 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
-from superadam.kernels.native import Format
 from superadam.kernels.torch_private import dtensor_like, version_of
 from superadam.state import compact
+from superadam.state.storage import Master, Moments
+from superadam.state.storage import Storage as Storage
 from superadam.state.uncertain import NARROWER, Listed
 
 if TYPE_CHECKING:
@@ -39,71 +40,6 @@ SECONDS = {"exp_avg": "exp_avg_exponents", "exp_avg_sq": "exp_avg_sq_exponents",
 
 ARRAYS = (*TENSORS, *SECONDS.values())
 """Attributes of a `ParameterState` that hold memory on which kernels work; they have the same names there."""
-
-
-class Moments(enum.Enum):
-    """How moments are stored; those of fp64 parameters are fp64."""
-
-    FLOAT32 = "fp32"
-    BFLOAT16 = "bf16"
-    CODES = "8bit"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which users see them; exact."""
-        return torch.float32 if self is Moments.FLOAT32 else torch.bfloat16
-
-
-class Master(enum.Enum):
-    """How masters of working copies are stored; those of fp64 parameters are fp64."""
-
-    FLOAT32 = "fp32"
-    PLANES = "24bit"
-
-
-class Storage(NamedTuple):
-    """How the state of an optimizer is stored."""
-
-    moments: Moments = Moments.FLOAT32
-    master: Master = Master.FLOAT32
-
-    def of(self, parameter: Tensor) -> Storage:
-        """Return how the state of a parameter, this rank's part of it, is stored.
-
-        Moments of 8 bits are for contiguous parameters of two dimensions or more whose last one is whole blocks; shards
-        of their rows consist of whole blocks, too. Others have bf16 ones. Masters of 24 bits are for working copies of
-        16 bits.
-        """
-        if parameter.dtype == torch.float64:
-            return Storage()
-        is_whole = parameter.dim() > 1 and parameter.is_contiguous() and parameter.shape[-1] % compact.BLOCK == 0
-        is_refused = self.moments is Moments.CODES and not is_whole
-        is_narrow = parameter.dtype in NARROWER
-        return Storage(Moments.BFLOAT16 if is_refused else self.moments, self.master if is_narrow else Master.FLOAT32)
-
-    @property
-    def is_encoded(self) -> bool:
-        """Whether anything may have to be decoded before users see it."""
-        return self.moments is Moments.CODES or self.master is Master.PLANES
-
-    @property
-    def format(self) -> Format:
-        """How kernels are to read and write it."""
-        moments = {Moments.BFLOAT16: Format.MOMENTS_BFLOAT16, Moments.CODES: Format.MOMENTS_8BIT}
-        masters = {Master.PLANES: Format.MASTER_24BIT}
-        return moments.get(self.moments, Format.PLAIN) | masters.get(self.master, Format.PLAIN)
-
-    def bytes_of_moment(self, parameter: Tensor) -> float:
-        """Return the bytes of one element of a moment."""
-        if parameter.dtype == torch.float64:
-            return 8
-        return {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.CODES: 1 + 1 / compact.BLOCK}[
-            self.of(parameter).moments
-        ]
-
-    def bytes_of_master(self, parameter: Tensor) -> int:
-        """Return the bytes of one element of the master of a working copy."""
-        return 8 if parameter.dtype == torch.float64 else 3 if self.of(parameter).master is Master.PLANES else 4
 
 
 class Shown:

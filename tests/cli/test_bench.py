@@ -20,7 +20,7 @@ from superadam.cli.usage import UsageError
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
 from superadam.kernels.traffic import bytes_per_element
-from superadam.state.parameter import Master, Moments, Storage
+from superadam.state.storage import Master, Moments, Storage
 
 NUMEL = 3 * native.CHUNK
 SETTINGS = {  # dtypes of gradients, and of the usual working copy

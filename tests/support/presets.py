@@ -6,7 +6,7 @@ from superadam.cli.plan.presets import Preset, presets
 from superadam.offload.needs import needs_of
 from superadam.plan.memory import SIZE
 from superadam.plan.models import on_meta
-from superadam.state.parameter import Master, Moments, Storage
+from superadam.state.storage import Master, Moments, Storage
 
 GIGABYTE = 10**9
 

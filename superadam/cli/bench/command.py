@@ -11,7 +11,7 @@ from superadam.cli.bench.passes import PASSES, Setting, measure
 from superadam.cli.usage import UsageError, require_modules
 from superadam.kernels import native
 from superadam.kernels.native import Dtype
-from superadam.state.parameter import Master, Moments, Storage
+from superadam.state.storage import Master, Moments, Storage
 
 NUMEL = 16 << 20
 """Elements that each pass runs over: with bf16 gradients, 288 MiB."""

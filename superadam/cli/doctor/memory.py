@@ -16,7 +16,7 @@ from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
 from superadam.kernels.traffic import bytes_per_element
 from superadam.offload.needs import BYTES_OF_STATE, bytes_of_state
-from superadam.state.parameter import Moments, Storage
+from superadam.state.storage import Moments, Storage
 
 GIB = 1 << 30
 MEASURED_BYTES = GIB

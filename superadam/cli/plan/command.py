@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from superadam.cli.usage import UsageError, require_modules
-from superadam.state.parameter import Master, Moments
+from superadam.state.storage import Master, Moments
 
 UNFIT_STATUS = 1
 
