@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.arguments import parameters_of
 from superadam.optim.entry import Encoded
 
 VALUES = "values.pt"  # what is no tensor, and `extra`
@@ -108,7 +108,7 @@ def masters_of(tensors: dict[str, Tensor | Encoded], values: dict[str, Any], opt
 def _named_parameters(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Tensor]:
     """Return the optimizer's parameters by the names that `param_groups` of what is saved give them."""
     names = (name for group in values["param_groups"] for name in group["params"])
-    return dict(zip(names, _parameters(optimizer), strict=True))
+    return dict(zip(names, parameters_of(optimizer), strict=True))
 
 
 def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
-    if not {*_parameters(optimizer)} <= {*model.parameters()}:
+    if not {*parameters_of(optimizer)} <= {*model.parameters()}:
         raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
-    state, first = optimizer.state, next(_parameters(optimizer), None)
+    state, first = optimizer.state, next(iter(parameters_of(optimizer)), None)
     if first is None:
         return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     is_new = not state
@@ -136,10 +136,6 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         if is_new:
             del state[first]
     return {**named, "state": {name: entry for name, entry in named["state"].items() if entry}}
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def bytes_of_values(values: dict[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import WRAPPER_NAMES, dtensor_like
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.arguments import parameters_of
 from superadam.optim.entry import Encoded, raw
 
 FILE_BYTES = 5_000_000_000
@@ -117,7 +118,7 @@ def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple
     reshard(model)
     optimizer._adopt_sampled_writes()
     with optimizer._encoded():
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         state = optimizer.state_dict()["state"]
         entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters)}
     named: dict[str, tuple[Tensor, Any]] = {}

@@ -17,6 +17,7 @@ from superadam.kernels.torch_private import base_of, check_can_take, version_of
 from superadam.offload.arguments import unwrapped
 from superadam.offload.hooks import Hooks
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.arguments import parameters_of
 
 
 def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
@@ -45,8 +46,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     """
     inner = unwrapped(optimizer)
     groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    sharded: list[Any] = [parameter for parameter in parameters if shards.is_distributed(parameter)]
+    sharded: list[Any] = [*filter(shards.is_distributed, parameters_of(inner))]
     if not groups or not sharded:
         raise ValueError(
             f"{len(groups)} modules of the model and {len(sharded)} parameters of the optimizer are sharded, expected "
@@ -113,19 +113,13 @@ class ReducedGradients(GradientHolder):
         """Take the gradients of the optimizer's present parameters."""
         parameters = self._parameters()
         self._followed = [*map(id, parameters)]
-        narrow = [
-            shard for shard in parameters if shards.is_distributed(shard) and shard.itemsize < torch.float32.itemsize
-        ]
-        self._owners = {id(shard): self._owners.get(id(shard)) or _Owner(shard) for shard in narrow}
+        narrow = [p for p in parameters if shards.is_distributed(p) and p.itemsize < torch.float32.itemsize]
+        self._owners = {id(p): self._owners.get(id(p)) or _Owner(p) for p in narrow}
         self._hooks.watch(narrow)
 
     def _parameters(self) -> list[Tensor]:
         optimizer = self._optimizer()
-        return (
-            []
-            if optimizer is None
-            else [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        )
+        return [] if optimizer is None else parameters_of(optimizer)
 
     def show(self, buffer: Tensor) -> None:
         """Note the buffer of the group whose hooks are called next."""

@@ -16,7 +16,7 @@ from torch.utils.serialization import config as serialization
 from superadam.host.memory import gigabytes
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.optim.arguments import checked_storage
+from superadam.optim.arguments import checked_storage, parameters_of
 from superadam.step.outcome import Statistics
 
 try:
@@ -202,14 +202,8 @@ def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> Specul
 
 def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
     """Warn of most weights being fp32 on a device, where they and gradients take twice the memory of bf16."""
-    parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
-    ]
-    wide = sum(
-        parameter.numel()
-        for parameter in parameters
-        if parameter.dtype == torch.float32 and parameter.device.type != "cpu"
-    )
+    trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+    wide = sum(p.numel() for p in trained if p.dtype == torch.float32 and p.device.type != "cpu")
     if 2 * wide > sum(parameter.numel() for parameter in model.parameters()):
         _logger.warning(
             "%s parameters are fp32 on the device, where weights and gradients take %s more than in bf16, although the "

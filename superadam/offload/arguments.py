@@ -9,6 +9,7 @@ from torch import nn
 
 from superadam.distributed.shards import is_distributed
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.arguments import parameters_of
 
 TRANSFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +37,7 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
     inner = unwrapped(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
-    optimized = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    optimized = {*map(id, parameters_of(inner))}
     trained = {*map(id, model.parameters())}
     if optimized and trained and optimized.isdisjoint(trained):
         raise ValueError(
@@ -52,9 +53,7 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
                 "takes them, expected a model on one rank; train this one without an OffloadScheduler"
             )
     world_size = torch.distributed.get_world_size() if _is_distributed() and inner.process_group is None else 1
-    if world_size > 1 and not any(
-        is_distributed(parameter) for group in inner.param_groups for parameter in group["params"]
-    ):
+    if world_size > 1 and not any(map(is_distributed, parameters_of(inner))):
         raise RuntimeError(
             f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
             "expected one rank, or the DTensor parameters of fully_shard; shard the model, pass the optimizer a "

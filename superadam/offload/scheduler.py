@@ -42,6 +42,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.arguments import parameters_of
 from superadam.optim.binding import hyper_by_row
 from superadam.state.parameter import ParameterState, pieces_of
 from superadam.state.resident import ResidentStates
@@ -126,7 +127,7 @@ class OffloadScheduler(GradientHolder):
         self._before = self._counted  # the present step
         self._backward_began: float | None = None
         self._caught_up = 0.0  # when the last call of _catch_up() returned
-        parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [*map(shards.local_of, parameters_of(optimizer))]
         self._device = device or device_for(parameters)
         owned_device = self._device if device is None else None
         self._resident = ResidentStates(self._device) if self._device.can_update else None
@@ -377,8 +378,7 @@ class OffloadScheduler(GradientHolder):
             RuntimeError: this torch lacks what sums on the host need.
         """
         if dtype is not None:
-            parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-            check_can_take(parameters, "accumulate() got torch.float32")
+            check_can_take(parameters_of(self.optimizer), "accumulate() got torch.float32")
         with self._lock:
             self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):

@@ -9,12 +9,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
 from superadam.kernels.torch_private import are_flattened
 from superadam.state.storage import Master, Moments, Storage
 
 _Kind = TypeVar("_Kind", bound=enum.Enum)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_group(group: dict[str, Any]) -> None:
