@@ -54,11 +54,6 @@ class Storage(NamedTuple):
         return Storage(Moments.BFLOAT16 if is_refused else self.moments, self.master if is_narrow else Master.FLOAT32)
 
     @property
-    def is_encoded(self) -> bool:
-        """Whether anything may have to be decoded before users see it."""
-        return self.moments is Moments.CODES or self.master is Master.PLANES
-
-    @property
     def format(self) -> Format:
         """How kernels are to read and write it."""
         moments = {Moments.BFLOAT16: Format.MOMENTS_BFLOAT16, Moments.CODES: Format.MOMENTS_8BIT}
