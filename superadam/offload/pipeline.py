@@ -22,7 +22,6 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers, norm_in
 from superadam.state.parameter import Pending, Phase, Piece
-from superadam.state.uncertain import Listed
 from superadam.step.outcome import Applied
 from superadam.step.transaction import Transaction
 
@@ -96,7 +95,7 @@ class Pipeline:
         elements, end = sum(piece.shape.numel() for piece in pending), time.perf_counter()
         self.predictor.total = transaction.table.numel
         tell("predicting factors", self.predictor.add_arrived, elements, seen)
-        tell("counting buckets", self._count_bucket, is_resident=True)
+        self._statistics.resident_buckets += 1
         tell("timing work for the placement", self._autotuner.add_work, Work(elements, end, is_resident=True))
         tell("tracing", self._trace.add, "norm to host", "download", sent_at, end, elements=elements)
 
@@ -124,25 +123,18 @@ class Pipeline:
             listed = {piece: record.listed for piece, record in pending.items() if record.listed is not None}
         if prediction is not None and prediction.interval is not None:
             tell("learning how much is uncertain", self.predictor.add_lists, listed, prediction)
-            tell("counting uncertain elements", self._count_lists, listed)
+            self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
+            self._statistics.uncertain_elements += sum(uncertain.count for uncertain in listed.values())
             tell("tracing", self._trace.add, "predicted factor", "worker", begin, begin, factor=prediction.factor)
         for shadow in written.values():
             shadow.send()
-        tell("counting buckets", self._count_bucket, waits=not written)
+        self._statistics.waiting_buckets += not written
         tell("tracing", self._trace.add, "gradients to host", "download", sent_at, begin, elements=elements)
         self._tell_of_work("adam" if written else "norm", begin, elements)
         if is_able and self._device.can_update:  # else the step will create state, which says little of later ones
             end = time.perf_counter()
             work = Work(elements, end, end - begin, is_hidden, waits=not written)
             tell("timing work for the placement", self._autotuner.add_work, work)
-
-    def _count_bucket(self, *, is_resident: bool = False, waits: bool = False) -> None:
-        self._statistics.resident_buckets += is_resident
-        self._statistics.waiting_buckets += waits
-
-    def _count_lists(self, listed: Mapping[Piece, Listed]) -> None:
-        self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
-        self._statistics.uncertain_elements += sum(each.count for each in listed.values())
 
     def _wait_for(self, arrived: Event, is_awaited: Callable[[], bool]) -> None:
         """Wait for a copy, and commit meanwhile: the host may have enqueued this bucket long before backward."""
@@ -165,11 +157,8 @@ class Pipeline:
 
     def _tell_of_work(self, name: str, begin: float, elements: int) -> None:
         end = time.perf_counter()
-        tell("timing the worker", self._count_work, end - begin)
+        self._statistics.worker_seconds += end - begin
         tell("tracing", self._trace.add, name, "worker", begin, end, elements=elements)
-
-    def _count_work(self, seconds: float) -> None:
-        self._statistics.worker_seconds += seconds
 
     def learn(self, applied: Applied | None) -> None:
         """Learn from a step what to predict for the next; a predictor that fails is replaced by a new one."""

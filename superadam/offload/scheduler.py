@@ -265,7 +265,7 @@ class OffloadScheduler(GradientHolder):
             if self._before.displaced > before.displaced:
                 tell("choosing the placement", self._make_room)
             tell("waking the worker", self._pipeline.wake)
-        tell("timing a step", self._count_step)
+        self.statistics.step_seconds += time.perf_counter() - self._caught_up
 
     @property
     def _counted(self) -> _Counted:
@@ -285,9 +285,6 @@ class OffloadScheduler(GradientHolder):
         if waiting:
             with suppress(MemoryError):  # then they wait in pageable memory
                 self._device.reserve(replace(self._needs, shadows=max(self._needs.shadows, waiting)))
-
-    def _count_step(self) -> None:
-        self.statistics.step_seconds += time.perf_counter() - self._caught_up
 
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
