@@ -40,7 +40,7 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
         host: for tests.
 
     Raises:
-        MemoryError: it does not; the message names the moment, and each smallest change with which it does. A model
+        MemoryError: it does not; the message names the stage, and each smallest change with which it does. A model
             whose memory cannot be found out, and a host that does not tell its memory, are not refused.
     """
     host = host or Host()
@@ -58,9 +58,9 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
     memory = memory_of(subject, setting, machine, found)
     if memory.trains:
         return
-    place, moment, size, limit = memory.problems[0]
+    place, stage, size, limit = memory.problems[0]
     fits = [remedy.words for remedy in remedies(subject, setting, machine, found)]
-    where = "" if place == "host" else f" at {moment}"
+    where = "" if place == "host" else f" at {stage}"
     raise MemoryError(
         f"training needs about {gigabytes(size)} of the {place}'s memory{where}, but this rank can have "
         f"{gigabytes(limit)} at most; as options of superadam plan, it fits with "

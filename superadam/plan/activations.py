@@ -22,12 +22,12 @@ from superadam.plan.models import build, on_meta, period_of, with_layers
 LOSS_ROWS = 1024  # tokens whose logits are there together, where the loss is computed in chunks
 
 FORWARD, HEAD, LAYERS = "forward", "head and loss", "layers' backward"
-PHASES = (FORWARD, HEAD, LAYERS)
+STAGES = (FORWARD, HEAD, LAYERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes at the peak of each phase beyond parameters, with gradients that leave at once."""
+    """Bytes at the peak of each stage beyond parameters, with gradients that leave at once."""
 
     forward: int
     head: int  # forward and backward of output layer and loss
@@ -40,8 +40,8 @@ class Live(dispatch_mode()):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.phase = 0, FORWARD
-        self.peaks = dict.fromkeys(PHASES, 0)
+        self.now, self.stage = 0, FORWARD
+        self.peaks = dict.fromkeys(STAGES, 0)
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add(self, tensor: Tensor) -> None:
@@ -55,17 +55,17 @@ class Live(dispatch_mode()):  # type: ignore[misc]
     def _drop(self, size: int) -> None:
         self.now -= size
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase."""
-        self.phase = phase
-        self.peaks[phase] = max(self.peaks[phase], self.now)
+    def enter(self, stage: str) -> None:
+        """Begin a stage."""
+        self.stage = stage
+        self.peaks[stage] = max(self.peaks[stage], self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, tuple | list) else (found,):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        self.peaks[self.stage] = max(self.peaks[self.stage], self.now)
         return found
 
 
@@ -87,9 +87,9 @@ def run(model: Any, tokens: Tensor, loss: str, mode: Live | None = None) -> None
     def leave(parameter: Tensor) -> None:
         parameter.grad = None
 
-    def begin(phase: str) -> None:
+    def begin(stage: str) -> None:
         if mode is not None:
-            mode.enter(phase)
+            mode.enter(stage)
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(leave)
@@ -125,7 +125,7 @@ def recomputing(model: Any, *, is_wanted: bool) -> Any:
 def peaks_of(
     config: PreTrainedConfig, sequences: int, tokens: int, *, loss: str = "chunked", checkpointing: bool = True
 ) -> dict[str, int]:
-    """Return the bytes at the peak of each phase beyond parameters and buffers, of a model with all its layers.
+    """Return the bytes at the peak of each stage beyond parameters and buffers, of a model with all its layers.
 
     It is trained in bf16, with `tokens` of each sequence; a loss that is not "chunked" has whole logits. Raises
     `UnplannableError` where the model cannot be run so.
@@ -152,7 +152,7 @@ def peaks_of(
             f"{seen} times, expected once for each at least, so that the memory of the others is unknown; measure "
             "it on the machine"
         )
-    return {phase: peak - begin for phase, peak in mode.peaks.items()}
+    return {stage: peak - begin for stage, peak in mode.peaks.items()}
 
 
 def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, tokens: int, **how: Any) -> Activations:
@@ -177,6 +177,6 @@ def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, to
             "that repeat, so that few of them say nothing of all; measure it on the machine"
         )
     runs = [peaks_of(config, sequences, tokens, **how) for config in configs]
-    whole = {phase: at([run[phase] for run in runs], rest) for phase in PHASES}
+    whole = {stage: at([run[stage] for run in runs], rest) for stage in STAGES}
     one_left = 1 - few[1] // period
     return Activations(whole[FORWARD], whole[HEAD], whole[LAYERS], at([run[LAYERS] for run in runs], one_left))

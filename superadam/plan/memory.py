@@ -1,4 +1,4 @@
-"""Bytes on the GPU and the host, by category and moment, of one rank; what does not fit, and what would."""
+"""Bytes on the GPU and the host, by category and stage, of one rank; what does not fit, and what would."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank, by moment and category."""
+    """Bytes of one rank, by stage and category."""
 
     gpu: Mapping[str, Mapping[str, int]]
     host: Mapping[str, Mapping[str, int]]
@@ -99,12 +99,12 @@ class Memory:
 
     @property
     def problems(self) -> list[tuple[str, str, int, int]]:
-        """What does not fit: place, moment, bytes and limit; training first, and what needs most."""
+        """What does not fit: place, stage, bytes and limit; training first, and what needs most."""
         found = []
-        for place, moments, limit in (("GPU", self.gpu, self.gpu_limit), ("host", self.host, self.host_limit)):
+        for place, stages, limit in (("GPU", self.gpu, self.gpu_limit), ("host", self.host, self.host_limit)):
             over = [
-                (place, moment, size, limit)
-                for moment, categories in moments.items()
+                (place, stage, size, limit)
+                for stage, categories in stages.items()
                 if (size := total(categories)) > limit
             ]
             found += sorted(over, key=lambda problem: -problem[2])
@@ -116,16 +116,16 @@ class Memory:
     @property
     def trains(self) -> bool:
         """Whether training fits; saving and resuming may not."""
-        return all(moment in (SAVING, RESUMING, MAPPED) for _, moment, _, _ in self.problems)
+        return all(stage in (SAVING, RESUMING, MAPPED) for _, stage, _, _ in self.problems)
 
     @property
     def resumes(self) -> bool:
         """Whether it can be resumed with a second copy of the state."""
-        return self.trains and all(moment not in (RESUMING, MAPPED) for _, moment, _, _ in self.problems)
+        return self.trains and all(stage not in (RESUMING, MAPPED) for _, stage, _, _ in self.problems)
 
 
 def total(categories: Mapping[str, int]) -> int:
-    """Return the bytes of a moment."""
+    """Return the bytes of a stage."""
     return sum(categories.values())
 
 

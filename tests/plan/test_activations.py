@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from superadam.cli.plan.presets import presets  # noqa: E402
 from superadam.plan import UnplannableError, attention  # noqa: E402
-from superadam.plan.activations import LAYERS, PHASES, activations_of, peaks_of, recomputing, run  # noqa: E402
+from superadam.plan.activations import LAYERS, STAGES, activations_of, peaks_of, recomputing, run  # noqa: E402
 from superadam.plan.models import build, on_meta, with_layers  # noqa: E402
 
 SIZES = {
@@ -82,8 +82,8 @@ def test_peaks_of_presets_lie_on_a_line(name: str) -> None:
     runs = [
         peaks_of(with_layers(preset.config, count * period), preset.sequences, preset.tokens) for count in (2, 3, 4)
     ]
-    for phase in PHASES:
-        first, second, third = (one[phase] for one in runs)
+    for stage in STAGES:
+        first, second, third = (one[stage] for one in runs)
         assert third == pytest.approx(2 * second - first, rel=0.001)
 
 

@@ -48,9 +48,9 @@ def gpt_oss() -> tuple[Subject, Setting, Memory, Activations]:
 def test_whole_logits_of_gpt_oss_are_refused_and_named() -> None:
     subject, setting, memory, found = planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192, loss="full")
     assert not memory.trains
-    place, moment, size, limit = memory.problems[0]
-    assert (place, moment, limit) == ("GPU", "head and loss", 96_000_000_000)
-    assert round((size - memory.gpu[moment]["context and fragments"]) / 1e9) == 126
+    place, stage, size, limit = memory.problems[0]
+    assert (place, stage, limit) == ("GPU", "head and loss", 96_000_000_000)
+    assert round((size - memory.gpu[stage]["context and fragments"]) / 1e9) == 126
     assert remedies(subject, setting, machines.read("gh200"), found)[0].words == "--loss chunked"
 
 
@@ -94,13 +94,12 @@ def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: tuple[Subject, Set
 def test_measured_categories_replace_those_of_a_plan(
     gpt_oss: tuple[Subject, Setting, Memory, Activations], scales: list[float]
 ) -> None:
-    """It fits if no moment of the measured ones exceeds its limit, whatever was planned."""
+    """It fits if no stage of the measured ones exceeds its limit, whatever was planned."""
     memory, numbers = gpt_oss[2], iter(scales)
 
-    def scaled(moments: Any) -> Any:
+    def scaled(stages: Any) -> Any:
         return {
-            moment: {name: int(next(numbers, 1.0) * size) for name, size in one.items()}
-            for moment, one in moments.items()
+            stage: {name: int(next(numbers, 1.0) * size) for name, size in one.items()} for stage, one in stages.items()
         }
 
     found = replace(memory, gpu=scaled(memory.gpu), host=scaled(memory.host))

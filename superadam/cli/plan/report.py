@@ -41,18 +41,18 @@ def title(answer: Answer) -> str:
 
 
 def memory_table(answer: Answer) -> Table:
-    """Return categories by moment: rows of categories, GB."""
+    """Return categories by stage: rows of categories, GB."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("GB of a rank")
     table.add_column("at its peak", justify="right")
     table.add_column("of", justify="right")
     table.add_column("made of", overflow="fold")
     memory, machine = answer.memory, answer.machine
-    for place, moments, limit in (
+    for place, stages, limit in (
         ("GPU", memory.gpu, machine.gpu_memory),
         ("host", memory.host, machine.host_memory),
     ):
-        for moment, categories in moments.items():
+        for stage, categories in stages.items():
             size = total(categories)
             parts = ", ".join(
                 f"{name} {each / 1e9:.1f}{_mark(answer, name)}" for name, each in categories.items() if each
@@ -60,7 +60,7 @@ def memory_table(answer: Answer) -> Table:
             style = "" if size <= limit.value else "bold red"
             of = f"{limit.value / 1e9:.1f}{LETTERS[limit.kind]}"
             table.add_row(
-                f"{place}, {moment}", f"{size / 1e9:.1f}{LETTERS[answer.kind_of_memory]}", of, parts, style=style
+                f"{place}, {stage}", f"{size / 1e9:.1f}{LETTERS[answer.kind_of_memory]}", of, parts, style=style
             )
     return table
 
@@ -80,16 +80,16 @@ def verdict(answer: Answer) -> Iterator[str]:
     memory = answer.memory
     if memory.trains:
         yield "training fits"
-    for place, moment, size, limit in memory.problems:
-        what = {RESUMING: "resuming", MAPPED: "resuming", SAVING: "saving in the background"}.get(moment, "training")
-        where = "" if moment in (RESUMING, MAPPED, SAVING, TRAINING) else f" at {moment}"
+    for place, stage, size, limit in memory.problems:
+        what = {RESUMING: "resuming", MAPPED: "resuming", SAVING: "saving in the background"}.get(stage, "training")
+        where = "" if stage in (RESUMING, MAPPED, SAVING, TRAINING) else f" at {stage}"
         yield f"{what} does not fit: the {place} needs {gigabytes(size)}{where}, and has {gigabytes(limit)}"
-        if moment == RESUMING and MAPPED in memory.host and total(memory.host[MAPPED]) <= limit:
+        if stage == RESUMING and MAPPED in memory.host and total(memory.host[MAPPED]) <= limit:
             yield (
                 "with a file that is mapped, torch.load(..., mmap=True), as with offload(trainer), resuming needs "
                 f"{gigabytes(total(memory.host[MAPPED]))}"
             )
-        if moment == SAVING:
+        if stage == SAVING:
             yield "saving that waits (wait=True) takes no copy of the state"
     for remedy in answer.remedies:
         peaks = (max(map(total, remedy.memory.gpu.values())), total(remedy.memory.host[TRAINING]))
@@ -171,11 +171,11 @@ def to_json(answer: Answer) -> dict[str, Any]:
     def marked(value: Any, kind: Kind) -> dict[str, Any]:
         return {"value": value, "kind": kind.value}
 
-    def moments(found: Any) -> dict[str, Any]:
+    def by_stage(found: Any) -> dict[str, Any]:
         kinds = {letter: kind for kind, letter in LETTERS.items()}
         return {
-            moment: {name: marked(size, kinds[_mark(answer, name)]) for name, size in categories.items()}
-            for moment, categories in found.items()
+            stage: {name: marked(size, kinds[_mark(answer, name)]) for name, size in categories.items()}
+            for stage, categories in found.items()
         }
 
     def times(timing: Timing) -> dict[str, Any]:
@@ -191,9 +191,9 @@ def to_json(answer: Answer) -> dict[str, Any]:
             name: {"value": rate.value, "kind": rate.kind.value, "source": rate.source}
             for name, rate in machine.rates.items()
         },
-        "gpu_bytes": moments(memory.gpu),
+        "gpu_bytes": by_stage(memory.gpu),
         "gpu_limit": marked(memory.gpu_limit, machine.gpu_memory.kind),
-        "host_bytes": moments(memory.host),
+        "host_bytes": by_stage(memory.host),
         "host_limit": marked(memory.host_limit, machine.host_memory.kind),
         "new_values_on_host": marked(memory.waiting, answer.kind_of_memory),
         "trains": memory.trains,
