@@ -81,6 +81,21 @@ class CheckpointRanks:
             raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
         return results[0]
 
+    def restore(self, begin: Callable[[], object], go_on: Callable[[], object]) -> None:
+        """Load: `begin` may refuse, and has changed nothing then; raise CheckpointError on every rank as `run` does."""
+        begun: list[bool] = []
+
+        def work() -> None:
+            begin()
+            begun.append(True)
+            go_on()
+
+        fault = self.fault(work)
+        if fault is not None:
+            is_partial = any(self.gather(begun))
+            outcome = "a part of it was loaded: load again before training" if is_partial else self.outcome
+            raise CheckpointError(f"{self.failure}: {fault}; {outcome}")
+
     def fault(self, work: Callable[[], object]) -> str | None:
         """Return, on every rank, what `work` raised on the first one on which it did."""
         fault, rank = None, self.rank

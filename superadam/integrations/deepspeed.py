@@ -58,24 +58,21 @@ def load(
         process_group, f"cannot load DeepSpeed's checkpoint from {folder}", "", "nothing was loaded"
     )
     checkpoint, targets = ranks.run(lambda: _opened(Path(folder), model, optimizer))
-    begun: list[bool] = []
 
-    def restore() -> None:
+    def restore_state() -> None:
         try:
-            optimizer.load_state_dict(_state_dict(checkpoint, targets, optimizer))  # first, because it may refuse
+            optimizer.load_state_dict(_state_dict(checkpoint, targets, optimizer))
         except ValueError as error:
             raise error.__cause__ or error from None  # what reading the checkpoint raised
-        begun.append(True)
+
+    def restore_weights() -> None:
         with torch.no_grad():
             for name, target in targets.items():
                 is_trained = name in checkpoint.places
                 values = checkpoint.flat(name, "fp32") if is_trained else checkpoint.others[name]
                 shards.local_of(target).copy_(_part(name, values, target))
 
-    fault = ranks.fault(restore)
-    if fault is not None:
-        outcome = "a part of it was loaded: load again before training" if any(ranks.gather(begun)) else ranks.outcome
-        raise CheckpointError(f"{ranks.failure}: {fault}; {outcome}")
+    ranks.restore(restore_state, restore_weights)
     return checkpoint.steps
 
 

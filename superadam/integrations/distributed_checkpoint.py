@@ -179,17 +179,7 @@ def load(
 
     ranks.run(read)
     state, model_state = checkpoint_contents.split(model, optimizer, tensors, values)
-    begun: list[bool] = []
-
-    def restore() -> None:
-        optimizer.load_state_dict(state)  # first, because it may refuse
-        begun.append(True)
-        set_model_state_dict(model, model_state)
-
-    fault = ranks.fault(restore)
-    if fault is not None:
-        outcome = "a part of it was loaded: load again before training" if any(ranks.gather(begun)) else ranks.outcome
-        raise CheckpointError(f"{ranks.failure}: {fault}; {outcome}")
+    ranks.restore(lambda: optimizer.load_state_dict(state), lambda: set_model_state_dict(model, model_state))
     if is_newest:
         _last_seen[parent.resolve()] = there.state
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.

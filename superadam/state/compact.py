@@ -116,13 +116,13 @@ def encode(encoding: Encoding, values: Tensor, first: Tensor, second: Tensor) ->
     """Write flat values of any float dtype, rounded to nearest, into two flat arrays; return whether a bit changed."""
     is_changed = False
     for begin in range(0, len(values), _PART):
-        some, (one, other) = values[begin : begin + _PART], _parts(encoding, first, second, begin)
-        new = torch.empty_like(one), torch.empty_like(other)
-        encoding.encode(some.float(), *new, NEAREST)
-        if not torch.equal(new[0], one) or not torch.equal(new[1], other):
+        stored = _parts(encoding, first, second, begin)
+        new = torch.empty_like(stored[0]), torch.empty_like(stored[1])
+        encoding.encode(values[begin : begin + _PART].float(), *new, NEAREST)
+        if not all(map(torch.equal, new, stored)):
             is_changed = True
-            one.copy_(new[0])
-            other.copy_(new[1])
+            stored[0].copy_(new[0])
+            stored[1].copy_(new[1])
     return is_changed
 
 
