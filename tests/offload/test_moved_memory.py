@@ -176,6 +176,28 @@ def test_state_that_is_held_is_stepped_in_step_alone(hold: str) -> None:
     twins.scheduler.close()
 
 
+def test_state_whose_base_is_held_is_stepped_in_step_alone() -> None:
+    """What a program has put there as a view may be written to through the tensor that it is a view of."""
+    twins = Twins()
+    twins.train(5)
+    held = []
+    for optimizer, model in zip(twins.optimizers, twins.models, strict=True):
+        state = optimizer.state[model[0]]
+        held.append(torch.zeros(2, *model[0].shape))
+        state["exp_avg"] = held[-1][1].copy_(state["exp_avg"])
+        del state
+    assert twins.train(3) == 3
+    for base in held:
+        base.mul_(0.5)
+    assert twins.train(1) == 1
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+    del held, base
+    twins.train(1)
+    assert twins.train(2) == 4
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+    twins.scheduler.close()
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("hold", ["a tensor", "an alias", ".data"])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
