@@ -59,6 +59,8 @@ def offload(
         ValueError: `moments` or `master` names no format, or, perhaps from `train()`, an optimizer of ours has another.
 
     Whatever is raised, the Trainer was not changed.
+
+    How Trainers are used: https://github.com/superadam/superadam/blob/main/docs/frameworks.md
     """
     inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
     if any(isinstance(one, OffloadCallback) for one in trainer.callback_handler.callbacks):
