@@ -33,7 +33,10 @@ INTERRUPTED_STATUS = 128 + signal.SIGINT  # after Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence instead of a page of usage."""
+    """An argument parser whose errors are one sentence instead of a page of usage, and that guesses no option."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **named})
 
     def error(self, message: str) -> NoReturn:
         """Exit with `message` on stderr."""
