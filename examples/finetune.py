@@ -14,6 +14,7 @@ tries a run of theirs on CPUs, with a small model of the same kind and all ranks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -34,16 +35,10 @@ try:
 except ImportError as error:
     sys.exit(f'finetune.py cannot be run ({error}); pip install "superadam[finetune]"')
 
-from superadam.integrations import distributed_checkpoint, rehearsal
-from superadam.integrations.fine_tuning import (
-    RefusedError,
-    attempt,
-    check_lines,
-    check_options,
-    check_template,
-    parse,
-)
+from superadam.integrations import distributed_checkpoint, fine_tuning, rehearsal
+from superadam.integrations.fine_tuning import RefusedError, attempt
 from superadam.integrations.planned_memory import check_memory, setting_of
+from superadam.integrations.stopping import SavesOnSignal
 from superadam.integrations.transformers import offload
 
 
@@ -141,16 +136,18 @@ def train() -> None:
     # Masters are fp32 on the host; autocast would add fp32 copies. SIGTERM, as of a preemption, saves.
     defaults = {"dtype": "bfloat16", "bf16": False, "activation_checkpointing": True, "enable_jit_checkpoint": True}
     classes = (FineTuning, ScriptArguments, SFTConfig, ModelConfig)
-    (arguments, script, training, model), given = parse(classes, rehearsal.words(sys.argv[1:]), **defaults)
+    (arguments, script, training, model), given = fine_tuning.parse(classes, rehearsal.words(sys.argv[1:]), **defaults)
     is_ours, evaluates = arguments.optimizer == "superadam", training.eval_strategy != "no"
     if not script.dataset_name or not model.model_name_or_path:
         raise RefusedError("say what to train and on what, with --model_name_or_path and --dataset_name")
-    check_options((script, training, model), given, superadam=is_ours)
+    fine_tuning.check_options((script, training, model), given, superadam=is_ours)
     if not is_ours and {"moments", "master"} & given.keys():
         raise RefusedError("--moments and --master are superadam's; leave them out, or --optimizer adamw")
+    fine_tuning.check_ranks(training, superadam=is_ours, rehearses=arguments.rehearse)
     check_folders(script, training, model)
+    saves_on_signal, training.enable_jit_checkpoint = training.enable_jit_checkpoint, False  # on all ranks together
     files, column = files_of(script, evaluates=evaluates), training.dataset_text_field
-    examples = [check_lines(file, column) for file in files.values()]
+    examples = [fine_tuning.check_lines(file, column) for file in files.values()]
     start = start_of(training)
     revision = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
     place = {"pretrained_model_name_or_path": model.model_name_or_path, **revision}
@@ -158,7 +155,7 @@ def train() -> None:
     config = attempt(lambda: transformers.AutoConfig.from_pretrained(**place), *there)
     tokenizer = attempt(lambda: transformers.AutoTokenizer.from_pretrained(**place), *there)
     if files:
-        check_template(tokenizer, next(filter(None, examples), None), training)
+        fine_tuning.check_template(tokenizer, next(filter(None, examples), None), training)
     if arguments.rehearse:
         config = rehearsal.small(config, len(tokenizer))
     if is_ours and training.device.type == "cuda":
@@ -191,8 +188,9 @@ def train() -> None:
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if plugin and plugin.mixed_precision_policy is None:  # without bf16: true
         plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    trainer.train(resume_from_checkpoint=start)
-    if trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps:
+    with SavesOnSignal(trainer) if saves_on_signal else contextlib.nullcontext() as stop:
+        trainer.train(resume_from_checkpoint=start)
+    if stop is not None and stop.has_stopped:
         sys.exit(128 + signal.SIGTERM)  # the checkpoint was saved; the model is not finished
     if plugin:
         plugin.set_state_dict_type("FULL_STATE_DICT")  # of shards, save_model() would save nothing
@@ -210,7 +208,7 @@ def main() -> None:
         sentence = f"the ranks could not meet ({first}); start all of them with one torchrun command"
         sys.exit(f"finetune.py: {sentence}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
     except (RefusedError, MemoryError, distributed_checkpoint.CheckpointError) as error:
-        sys.exit(f"finetune.py: {error}")
+        sys.exit(f"finetune.py: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,28 @@ def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, su
                 raise RefusedError(f"--{name} is not obeyed, {refused[name]}; leave it out")
 
 
+def check_ranks(training: Any, *, superadam: bool, rehearses: bool) -> None:
+    """Check that several ranks train with FSDP2, and that Accelerate would shard the model where they are.
+
+    Args:
+        training: TRL's `SFTConfig`.
+        superadam: whether superadam's optimizer is to train; torch's may without FSDP2.
+        rehearses: whether `superadam.integrations.rehearsal.shard_on_cpus` will be called.
+
+    Raises:
+        RefusedError: they would not.
+    """
+    if training.world_size == 1 or not superadam:
+        return
+    launch = "accelerate launch --config_file examples/presets/fsdp2.yaml"
+    if not (training.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")):
+        raise RefusedError(f"{training.world_size} ranks were started without FSDP2; start them with {launch}")
+    if training.device.type == "cpu" and not rehearses:
+        raise RefusedError(
+            "Accelerate shards no model on CPUs, although FSDP2 was asked for; add --rehearse, or use GPUs"
+        )
+
+
 def check_lines(path: str | Path, text: str = "text") -> dict[str, Any] | None:
     """Check that each line of a file is an object with `messages`, `prompt` and `completion`, or text in the column.
 

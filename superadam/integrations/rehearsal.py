@@ -30,8 +30,8 @@ def words(given: Sequence[str]) -> list[str]:
     after = [given[number].partition("=")[2] or (*given[number + 1 :], "true")[0] for number in at]
     if not any(word.lower() not in ("false", "no", "0") for word in after):
         return list(given)
-    fixed = {"use_cpu": "true", "max_steps": STEPS, "max_length": SIZES["max_position_embeddings"], "logging_steps": 1}
-    return [*given, *(word for name, value in fixed.items() for word in (f"--{name}", str(value)))]
+    usual = {"use_cpu": "true", "max_steps": STEPS, "max_length": SIZES["max_position_embeddings"], "logging_steps": 1}
+    return [*(word for name, value in usual.items() for word in (f"--{name}", str(value))), *given]
 
 
 def small(config: Any, vocabulary: int) -> Any:
@@ -42,10 +42,10 @@ def small(config: Any, vocabulary: int) -> Any:
         vocabulary: number of its tokenizer's words.
     """
     values = config.to_dict()
-    for name in ("layer_types", "rope_parameters", "rope_scaling", "quantization_config", "pad_token_id"):
+    for name in ("layer_types", "rope_parameters", "rope_scaling", "quantization_config"):
         values.pop(name, None)  # they follow from sizes
     sizes = {name: value for name, value in SIZES.items() if isinstance(values.get(name), int)}
-    return type(config)(**{**values, **sizes, "vocab_size": vocabulary})
+    return type(config)(**{**values, **sizes, "vocab_size": vocabulary, "pad_token_id": None})
 
 
 def shard_on_cpus() -> None:

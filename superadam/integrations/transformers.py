@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import os
 from typing import Any
 
 import torch
@@ -94,6 +95,11 @@ def _check_way_of_training(trainer: Trainer) -> None:
         if version != 2:
             raise RuntimeError(f"the Trainer uses FSDP{version}, whose shards a scheduler cannot follow; {instead}")
     elif trainer.args.parallel_mode == ParallelMode.DISTRIBUTED and trainer.args.world_size > 1:
+        if trainer.args.device.type == "cpu" and (trainer.args.fsdp or "ACCELERATE_USE_FSDP" in os.environ):
+            raise RuntimeError(
+                "Accelerate shards no model on CPUs, although FSDP2 was asked for; call shard_on_cpus() of "
+                "superadam.integrations.rehearsal before the Trainer is made, or train on GPUs"
+            )
         raise RuntimeError(
             "the Trainer would use DistributedDataParallel, which reduces gradients after a scheduler has taken them; "
             f"{instead}"
