@@ -169,6 +169,8 @@ def train() -> None:
     )
     if missing := {script.dataset_train_split, *([script.dataset_test_split] if evaluates else [])} - {*dataset}:
         raise RefusedError(f"{script.dataset_name} has no split {min(missing)}, but {', '.join(dataset)}; name another")
+    if not files:
+        fine_tuning.check_template(tokenizer, dataset[script.dataset_train_split][0], training)
     if arguments.rehearse:
         rehearsal.shard_on_cpus()
     loaded = attempt(lambda: model_of(config, place, model, arguments, training), *there)

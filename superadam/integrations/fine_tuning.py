@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 try:
     import yaml
     from torch.distributed import DistError
@@ -81,11 +83,11 @@ def attempt(call: Callable[[], _Result], subject: str, remedy: str) -> _Result:
     """Return what a call of transformers, TRL or datasets returns; what it raises becomes one sentence.
 
     Raises:
-        RefusedError: from that error, whose first line it repeats.
+        RefusedError: from that error, whose first line it repeats; not where memory ran out, or ranks were lost.
     """
     try:
         return call()
-    except (RefusedError, MemoryError, DistError):
+    except (RefusedError, MemoryError, torch.OutOfMemoryError, DistError):
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -252,7 +254,7 @@ def check_template(tokenizer: Any, example: Mapping[str, Any] | None, training: 
 
     Args:
         tokenizer: of the model.
-        example: that is to be said; None where no line is a conversation.
+        example: that is to be said, of text or None where none is a conversation.
         training: TRL's `SFTConfig`.
 
     Raises:
@@ -264,7 +266,7 @@ def check_template(tokenizer: Any, example: Mapping[str, Any] | None, training: 
     template = Path(path).read_text() if path and path.endswith((".jinja", ".j2")) else tokenizer.chat_template
     if path is not None and template is tokenizer.chat_template:
         return  # of another model, whose tokenizer TRL loads
-    if example is None:
+    if example is None or not _conversation(example):
         if training.assistant_only_loss:
             raise RefusedError("--assistant_only_loss needs messages, which no line has; leave it out")
         return
