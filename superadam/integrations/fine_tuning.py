@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,18 @@ DEPRECATED = {
 }
 """Fields, or values of one, that TRL or transformers will drop, and what takes their place."""
 
+_COUNTS = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length"
+_SIZES = (
+    "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps num_train_epochs seed dataloader_num_workers"
+)
+
+RANGES: dict[str, tuple[float, float, str]] = {
+    **dict.fromkeys(_COUNTS.split(), (1, math.inf, "at least 1")),
+    **dict.fromkeys(_SIZES.split(), (0, math.inf, "at least 0")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1, "at least 0 and less than 1")),
+}
+"""Least value of a number, what it must be less than, and both in words."""
+
 ADAMS = ("adamw_torch", "adamw_torch_fused")
 """Values of `optim` whose groups superadam takes over."""
 
@@ -123,7 +136,7 @@ def parse(classes: Iterable[Any], words: Sequence[str], **defaults: Any) -> tupl
         meant = f"{near[0]} is one, --help lists all" if near else "--help lists all"
         raise RefusedError(f"there is no option {rest[0]}; {meant}")
     given: dict[str, str] = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             given[name.replace("-", "_")] = value or ("" if after.startswith("--") else after)
@@ -152,7 +165,7 @@ def _words_of_file(path: Path) -> list[str]:
 
 
 def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, superadam: bool) -> None:
-    """Refuse options that would be parsed and not obeyed, or that are deprecated.
+    """Refuse options that would be parsed and not obeyed, that are deprecated, or whose number makes no sense.
 
     Args:
         configurations: what `parse` returned.
@@ -171,6 +184,9 @@ def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, su
         )
     refused = NOT_OBEYED | (NOT_WITH_SUPERADAM if superadam else {})
     for configuration in configurations:
+        for name, (least, end, expected) in RANGES.items():
+            if (value := getattr(configuration, name, None)) is not None and not least <= value < end:
+                raise RefusedError(f"--{name} is {value}, expected a number of {expected}; correct it")
         fields = type(configuration).__dataclass_fields__
         for name in fields.keys() & given.keys() & refused.keys():
             if getattr(configuration, name) != fields[name].default:

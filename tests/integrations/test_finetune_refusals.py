@@ -94,9 +94,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def ended(program: Any, monkeypatch: pytest.MonkeyPatch, **options: str) -> str:
-    """Return the sentence with which the program ends; it writes nothing, and loads neither model nor data."""
+    """Return the sentence with which the program ends."""
     usual = {"model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out", "use_cpu": "true"}
     words = [word for name, value in (usual | options).items() for word in (f"--{name}", value) if word != "(nothing)"]
+    return sentence_of(words, program, monkeypatch)
+
+
+def sentence_of(words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return how the program ends, which writes nothing, and loads neither model nor data."""
     monkeypatch.setattr(sys, "argv", ["finetune.py", *words])
 
     def loaded(*_: object, **__: object) -> None:
@@ -208,6 +213,12 @@ WRONG = [
     ({"max_step": "3"}, "there is no option --max_step; --max_steps is one"),
     ({"max_steps": "many"}, "invalid int value: 'many'"),
     ({"learning_rate": "fast"}, "invalid float value: 'fast'"),
+    ({"learning_rate": "-1"}, "--learning_rate is -1.0, expected a number of at least 0"),
+    ({"learning_rate": "nan"}, "--learning_rate is nan, expected a number of at least 0"),
+    ({"adam_beta2": "1.5"}, "--adam_beta2 is 1.5, expected a number of at least 0 and less than 1"),
+    ({"per_device_train_batch_size": "0"}, "--per_device_train_batch_size is 0, expected a number of at least 1"),
+    ({"gradient_accumulation_steps": "0"}, "gradient_accumulation_steps"),
+    ({"max_length": "-5"}, "--max_length is -5, expected a number of at least 1"),
     ({"dtype": "int8"}, "argument --dtype: invalid choice: 'int8'"),
     ({"moments": "4bit"}, "argument --moments: invalid choice: '4bit'"),
     ({"load_best_model_at_end": "true"}, "the options do not fit together ("),
@@ -239,6 +250,13 @@ def files(program: Any) -> None:
     Path("plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     Path("broken").mkdir()
     Path("broken/config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+
+
+@pytest.mark.parametrize("words", [[], ["--use_cpu"], ["--max_steps", "-1", "--use_cpu"]])
+def test_a_run_of_nothing_is_told_what_is_missing(
+    words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "say what to train and on what" in sentence_of(words, program, monkeypatch)
 
 
 @pytest.mark.usefixtures("files")
