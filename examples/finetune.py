@@ -144,6 +144,7 @@ def train() -> None:
     if not is_ours and {"moments", "master"} & given.keys():
         raise RefusedError("--moments and --master are superadam's; leave them out, or --optimizer adamw")
     fine_tuning.check_ranks(training, superadam=is_ours, rehearses=arguments.rehearse)
+    fine_tuning.check_schedule(training)
     check_folders(script, training, model)
     saves_on_signal, training.enable_jit_checkpoint = training.enable_jit_checkpoint, False  # on all ranks together
     files, column = files_of(script, evaluates=evaluates), training.dataset_text_field

@@ -18,6 +18,7 @@ import torch
 try:
     import yaml
     from torch.distributed import DistError
+    from transformers import get_scheduler
     from trl import TrlParser  # type: ignore[attr-defined]
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 except ImportError as error:
@@ -185,12 +186,32 @@ def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, su
     refused = NOT_OBEYED | (NOT_WITH_SUPERADAM if superadam else {})
     for configuration in configurations:
         for name, (least, end, expected) in RANGES.items():
-            if (value := getattr(configuration, name, None)) is not None and not least <= value < end:
-                raise RefusedError(f"--{name} is {value}, expected a number of {expected}; correct it")
+            if (number := getattr(configuration, name, None)) is not None and not least <= number < end:
+                raise RefusedError(f"--{name} is {number}, expected a number of {expected}; correct it")
         fields = type(configuration).__dataclass_fields__
         for name in fields.keys() & given.keys() & refused.keys():
             if getattr(configuration, name) != fields[name].default:
                 raise RefusedError(f"--{name} is not obeyed, {refused[name]}; leave it out")
+
+
+def check_schedule(training: Any) -> None:
+    """Check that the schedule of learning rates can be made.
+
+    Args:
+        training: TRL's `SFTConfig`.
+
+    Raises:
+        RefusedError: it cannot, as where it needs arguments of its own.
+    """
+    like = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
+    arguments = {"num_warmup_steps": 0, "num_training_steps": 1}
+    attempt(
+        lambda: get_scheduler(
+            training.lr_scheduler_type, like, **arguments, scheduler_specific_kwargs=training.lr_scheduler_kwargs
+        ),
+        f"--lr_scheduler_type {training.lr_scheduler_type.value} cannot be made",
+        "correct --lr_scheduler_kwargs",
+    )
 
 
 def check_ranks(training: Any, *, superadam: bool, rehearses: bool) -> None:

@@ -219,6 +219,7 @@ WRONG = [
     ({"per_device_train_batch_size": "0"}, "--per_device_train_batch_size is 0, expected a number of at least 1"),
     ({"gradient_accumulation_steps": "0"}, "gradient_accumulation_steps"),
     ({"max_length": "-5"}, "--max_length is -5, expected a number of at least 1"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "--lr_scheduler_type cosine_with_min_lr cannot be made (One of"),
     ({"dtype": "int8"}, "argument --dtype: invalid choice: 'int8'"),
     ({"moments": "4bit"}, "argument --moments: invalid choice: '4bit'"),
     ({"load_best_model_at_end": "true"}, "the options do not fit together ("),
