@@ -24,9 +24,13 @@ autodoc_mock_imports = ["transformers", "lightning"]  # which the site is built 
 python_use_unqualified_type_names = True
 
 
+PAGE = re.compile(r"https://github\.com/superadam/superadam/blob/main/docs/(\w+)\.md")
+
+
 def _join_names(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
-    """Let `committed, clipped: steps` be two names, not a type and a name."""
+    """Let `committed, clipped: steps` be two names, not a type and a name; let addresses of pages be links to them."""
     for number, line in enumerate(lines):
+        lines[number] = line = PAGE.sub(r":doc:`\1`", line)
         match = re.match(r":ivar [\w, ]+:", line)
         if match:
             lines[number] = match[0].replace(", ", ",") + line[match.end() :]

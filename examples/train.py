@@ -80,7 +80,7 @@ def make_parser() -> Parser:
     """Return the parser of all options."""
     parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", choices=MODELS, default="bytes", help="with random weights; 0.1, 3 or 10 million (default: bytes)")
+    add("--model", choices=MODELS, default="bytes", help="54 thousand, 3 or 11 million parameters (default: bytes)")
     add("--text", type=Path, metavar="FILE", help="what is learnt (default: the sources of Python's standard library)")
     add("--dtype", choices=DTYPES, default="bf16", help="of parameters; masters are fp32 (default: bf16)")
     add("--steps", type=int, default=300, metavar="N", help="how many there are (default: 300)")

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from measures.gradient_norms import MAX_NORM
 from measures.pacing import CLIP_EVERY, Row, Settings, SideResult
-from superadam.cli.bench.report import Environment
+from superadam.cli.bench.report import Environment, in_words
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.
 _SIDES = {"auto": "#0072B2", "best": "#009E73", "after_backward": "#E69F00", "torch": "#D55E00"}
@@ -50,7 +50,7 @@ def to_table(rows: Sequence[Row], settings: Settings) -> Table:
     for row in rows:
         table.add_section()
         if size != (size := (row.parameters, row.layers)):
-            table.add_row(f"[bold]{row.parameters / 1e6:.0f} M / {row.layers}")
+            table.add_row(f"[bold]{in_words(row.parameters)} / {row.layers}")
         table.add_row(f"[bold]{row.ratio:g} x {1e3 * row.adam_seconds:.0f} ms")
         for name in ("clock", *_SIDES):
             table.add_row(f"  {_NAMES[name]}", *_columns(getattr(row, name), settings))
@@ -144,7 +144,7 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         for column, (parameters, layers) in enumerate(groups):
             some = sorted((row for row in rows if (row.parameters, row.layers) == (parameters, layers)), key=_ratio)
             _draw_group(axes[0][column], axes[1][column], some)
-            axes[0][column].set_title(f"{parameters / 1e6:.0f} M parameters in {layers} tensors")
+            axes[0][column].set_title(f"{in_words(parameters)} parameters in {layers} tensors")
             axes[1][column].set_xlabel("backward's time over the CPU's Adam time")
         axes[0][0].set_ylabel("iteration over the clock alone")
         axes[1][0].set_ylabel("of Adam's time hidden")

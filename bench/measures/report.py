@@ -75,7 +75,7 @@ def notes(results: Results, pairs: int) -> list[str]:
         *report.notes(results.passes),
         *(f"{'; '.join(names)}: {ours}, against {theirs}." for (ours, theirs), names in sides.items()),
         *(
-            f"overlapped: forward, backward and step of {row.parameters / 1e6:.1f} M fp32 parameters on the CPU, "
+            f"overlapped: forward, backward and step of {report.in_words(row.parameters)} fp32 parameters on the CPU, "
             f"{row.tokens:,} tokens, {row.buckets:g} buckets, through OffloadScheduler; taking the gradients cost the "
             f"training thread {1e6 * row.hook_seconds:.0f} us; {row.hidden_share:.0%} of the optimizer's time was "
             "hidden."

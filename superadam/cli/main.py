@@ -33,7 +33,10 @@ INTERRUPTED_STATUS = 128 + signal.SIGINT  # after Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence instead of a page of usage."""
+    """An argument parser whose errors are one sentence instead of a page of usage, and that guesses no option."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **named})
 
     def error(self, message: str) -> NoReturn:
         """Exit with `message` on stderr."""
@@ -64,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):  # stderr never fails for a character
         sys.stdout.reconfigure(errors="replace")
+    try:
+        import torch  # noqa: F401 - every command needs it
+    except (ImportError, OSError) as error:
+        return _failed(f"torch cannot be imported ({error}), expected 2.10 or later; pip install torch", USAGE_STATUS)
     try:
         parsed = build_parser().parse_args(arguments)
         status = int(parsed.run(parsed))

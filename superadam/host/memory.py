@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from superadam.host.local_ranks import local_rank
@@ -44,9 +44,12 @@ class HostNeeds:
     lists: int = 0  # elements whose new value may change with the verdict
     largest: int = 0  # the largest buffer that is copied, in either direction
     present: int = 0  # what of all this is allocated already
+    changes: Callable[[], Mapping[str, int]] = field(default=dict, compare=False)
+    """Returns `total` with other arguments, by these in words; a sum has none."""
 
     def __add__(self, other: HostNeeds) -> HostNeeds:
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        names = (field.name for field in fields(self) if field.compare)
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return HostNeeds(**{**sums, "largest": max(self.largest, other.largest)})
 
     @property
@@ -69,13 +72,26 @@ class HostNeeds:
         parts = f"{gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients"
         values = gigabytes(self.shadows + self.lists + self.under_way)
         subject = f"training ({parts}, {values} of new values and buckets under way)"
-        remedy = "allow this process more memory, train fewer parameters, store the state in fewer bytes (moments, "
-        remedy += "master), or let gradients travel in a narrower transfer_dtype"
-        require_memory(host, self.total, subject, remedy, missing=self.missing)
+
+        def enough(excess: int) -> str:
+            return "".join(f", or {words}" for words, size in self.changes().items() if size <= self.total - excess)
+
+        remedy = "allow this process more memory, train fewer parameters"
+        require_memory(host, self.total, subject, remedy, missing=self.missing, enough=enough)
 
 
-def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
+def require_memory(
+    host: Host,
+    needed: int,
+    subject: str,
+    remedy: str,
+    *,
+    missing: int | None = None,
+    enough: Callable[[int], str] = lambda excess: "",
+) -> None:
     """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
+
+    What follows the remedy is asked of `enough`, which gets the bytes that are too many.
 
     Warns where that is more than is left, if all ranks on this node need as much. Raises MemoryError where it is more
     than the machine has, or than the control groups of this process allow.
@@ -87,13 +103,14 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
     if needed > memory.limit:
         raise MemoryError(
             f"{subject} needs about {gigabytes(needed)} of host memory, but this process can have "
-            f"{gigabytes(memory.limit)} at most; {remedy}"
+            f"{gigabytes(memory.limit)} at most; {remedy}{enough(needed - memory.limit)}"
         )
     if count * needed > memory.limit:
         _logger.warning(
             "%s needs about %s of host memory, and %d ranks on this machine need %s if each needs as much, but they "
             "can have %s together at most; %s, or start fewer ranks on this machine",
-            *(subject, gigabytes(needed), count, gigabytes(count * needed), gigabytes(memory.limit), remedy),
+            *(subject, gigabytes(needed), count, gigabytes(count * needed), gigabytes(memory.limit)),
+            remedy + enough(needed - memory.limit // count),
         )
     elif (missing := count * (needed if missing is None else missing)) > memory.available:
         _logger.warning(
@@ -103,7 +120,7 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
             gigabytes(missing),
             f" on {count} ranks" if count > 1 else "",
             gigabytes(memory.available),
-            remedy,
+            remedy + enough(-(-(missing - memory.available) // count)),
         )
 
 

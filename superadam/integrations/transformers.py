@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import os
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def offload(
         ValueError: `moments` or `master` names no format, or, perhaps from `train()`, an optimizer of ours has another.
 
     Whatever is raised, the Trainer was not changed.
+
+    How Trainers are used: https://github.com/superadam/superadam/blob/main/docs/frameworks.md
     """
     inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
@@ -92,6 +95,11 @@ def _check_way_of_training(trainer: Trainer) -> None:
         if version != 2:
             raise RuntimeError(f"the Trainer uses FSDP{version}, whose shards a scheduler cannot follow; {instead}")
     elif trainer.args.parallel_mode == ParallelMode.DISTRIBUTED and trainer.args.world_size > 1:
+        if trainer.args.device.type == "cpu" and (trainer.args.fsdp or "ACCELERATE_USE_FSDP" in os.environ):
+            raise RuntimeError(
+                "Accelerate shards no model on CPUs, although FSDP2 was asked for; call shard_on_cpus() of "
+                "superadam.integrations.rehearsal before the Trainer is made, or train on GPUs"
+            )
         raise RuntimeError(
             "the Trainer would use DistributedDataParallel, which reduces gradients after a scheduler has taken them; "
             f"{instead}"

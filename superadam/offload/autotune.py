@@ -222,8 +222,8 @@ class Autotuner:
         """Return a placement whose resident buckets the device can step, with room for what they have more than now."""
         if placement.gpu_buckets > 0 and not self._device.can_update:
             raise ValueError(
-                f"gpu_buckets is {placement.gpu_buckets}, but {type(self._device).__name__} cannot make steps where "
-                "the model is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
+                f"gpu_buckets is {placement.gpu_buckets}, but steps cannot be made where the model is, expected a "
+                "model on a GPU, and Triton; leave gpu_buckets at 'auto' or 0"
             )
         now, then = (min(each.gpu_buckets * each.bucket_numel, self._total) for each in (self.placement, placement))
         needed = math.ceil(self._bytes_of_state * (then - now))

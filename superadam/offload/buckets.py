@@ -174,7 +174,8 @@ class Bucketer:
         if is_refused and self._empty_steps == EMPTY_STEPS and not missing:
             _logger.warning(
                 "no gradient of %d steps could be taken, so nothing overlaps: something else refers to their memory, "
-                "as CUDA graphs of torch.compile(mode='reduce-overhead') do; see docs/tuning.md",
+                "as CUDA graphs of torch.compile(mode='reduce-overhead') do; see "
+                "https://github.com/superadam/superadam/blob/main/docs/tuning.md",
                 EMPTY_STEPS,
             )
         edited = self._numel_of([key for key, taken in ended.items() if taken is None])

@@ -19,7 +19,7 @@ from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.entry import Encoded, raw
 from superadam.state import compact
 from superadam.state.parameter import piece_length
-from superadam.state.storage import Storage
+from superadam.state.storage import Master, Moments, Storage
 from superadam.state.uncertain import NARROWER, list_bytes
 
 
@@ -66,10 +66,31 @@ def bytes_of_resident(optimizer: SpeculativeCPUAdam) -> float:
     return bytes_of_state(optimizer._binding.storage, amsgrad=amsgrad)
 
 
+SMALLER = {
+    "make the optimizer with moments='bf16'": Storage(Moments.BFLOAT16),
+    "with moments='bf16' and master='24bit'": Storage(Moments.BFLOAT16, Master.PLANES),
+    "with moments='8bit' and master='24bit'": Storage(Moments.CODES, Master.PLANES),
+}
+"""How state may be stored in fewer bytes, in the words of a remedy."""
+
+
 def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement) -> HostNeeds:
     """Return what an optimizer with a scheduler takes on the host, for the parameters that are trained at present."""
+    now = optimizer._binding.storage
+    run = _needs_with(optimizer, device, placement, now)
+
+    def changes() -> dict[str, int]:
+        smaller = {words: _needs_with(optimizer, device, placement, one) for words, one in SMALLER.items()}
+        narrow = replace(placement, transfer_dtype=torch.bfloat16)
+        smaller["let gradients travel in transfer_dtype=torch.bfloat16"] = _needs_with(optimizer, device, narrow, now)
+        return {words: one.total for words, one in smaller.items() if one.total < run.total}
+
+    return replace(run, changes=changes)
+
+
+def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement, storage: Storage) -> HostNeeds:
     binding, groups = optimizer._binding, optimizer.param_groups
-    run, entries, storage = HostNeeds(), binding.entries(groups, adopts=False), binding.storage
+    run, entries = HostNeeds(), binding.entries(groups, adopts=False)
     leaving = elements = widest = 0
     for group in groups:
         for parameter in (one for one in group["params"] if one.requires_grad):

@@ -102,6 +102,8 @@ class OffloadScheduler(GradientHolder):
             `fully_shard`, or the optimizer has a scheduler already.
 
     Whatever is raised, nothing is attached.
+
+    What to set, and why it may be slower than expected: https://github.com/superadam/superadam/blob/main/docs/tuning.md
     """
 
     def __init__(

@@ -91,7 +91,8 @@ class SpeculativeCPUAdam(Optimizer):
             nothing is changed.
         moments: how `exp_avg` and `exp_avg_sq` are stored, in 4 bytes each ("fp32"), 2 ("bf16"), or 1 ("8bit", where
             the last of two or more dimensions is a multiple of 64; not with amsgrad). Steps compute in fp32 all the
-            same, but continue from what was stored, so that it changes results: see docs/smaller_state.md.
+            same, but continue from what was stored, so that it changes results:
+            https://github.com/superadam/superadam/blob/main/docs/smaller_state.md
         master: how masters of bf16 and fp16 working copies are stored, in 4 bytes ("fp32") or 3 ("24bit"), which
             changes results as well.
         process_group: the ranks that make each step together, with one norm and one verdict; needed where none of the
@@ -104,6 +105,8 @@ class SpeculativeCPUAdam(Optimizer):
         ValueError: a hyper-parameter is out of range, or the parameter list is empty.
         TypeError: a parameter is complex, sparse or of an unsupported dtype.
         RuntimeError: `capturable` or `differentiable` is True.
+
+    How to use it: https://github.com/superadam/superadam/blob/main/docs/quickstart.md
 
     Source: Kingma & Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237 (amsgrad); Loshchilov & Hutter, arXiv
     1711.05101 (decoupled weight decay).

@@ -1,6 +1,6 @@
 """How state in fewer bits is rounded, in torch: for references that make the same steps without superadam's kernels.
 
-`docs/smaller_state.md` says why it is done so.
+https://github.com/superadam/superadam/blob/main/docs/smaller_state.md says why.
 """
 
 from __future__ import annotations

@@ -262,13 +262,11 @@ def test_the_command_says_how_state_is_stored(moments, master, commit_bytes, upd
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize(
-    ("path", "why"), [("/dev/full", "write the output: No space left on device"), (".", "use .: Is a directory")]
-)
-def test_json_that_cannot_be_written_is_a_sentence(path, why, capsys):
-    assert cli.main(["bench", "--threads", "1", "--json", path]) == cli.USAGE_STATUS
+def test_json_that_cannot_be_written_is_a_sentence(capsys):
+    assert cli.main(["bench", "--threads", "1", "--json", "/dev/full"]) == cli.USAGE_STATUS
     error = capsys.readouterr().err
-    assert error == f"superadam: cannot {why}; free some space or choose another place\n"
+    sentence = "cannot write the output: No space left on device; free some space or choose another place"
+    assert error == f"superadam: {sentence}\n"
 
 
 def test_defaults_are_those_of_training():

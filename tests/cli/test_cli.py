@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import subprocess
 import sys
 
 import pytest
@@ -75,6 +76,36 @@ def test_missing_extra_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     needs = f"superadam: 'superadam {words[0]}' needs rich; install it with: pip install 'superadam[cli]'\n"
     assert capsys.readouterr() == ("", needs)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--help"]])
+def test_a_torch_that_is_missing_is_one_sentence(words, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("superadam: torch cannot be imported (")
+    assert captured.err.endswith("), expected 2.10 or later; pip install torch\n")
+    assert not captured.out
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import superadam.cli.main
+try:
+    from superadam import OffloadScheduler
+except ImportError as error:
+    print(error)
+sys.exit(superadam.cli.main.main(["doctor"]))
+"""
+
+
+@pytest.mark.subprocess
+def test_the_package_without_torch_says_so_at_first_use():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout.startswith("superadam needs torch (")
+    assert done.stderr.count("\n") == 1
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):

@@ -198,13 +198,20 @@ def test_cpu_quota(tmp_path, files, quota):
     assert processor.cpu_quota(machine(tmp_path, files)) == quota
 
 
+@pytest.mark.parametrize(
+    ("ours", "torch_s", "variables"),
+    [(3, 2, "SUPERADAM_THREADS=2"), (2, 8, "OMP_NUM_THREADS=2"), (3, 8, "SUPERADAM_THREADS=2 OMP_NUM_THREADS=2")],
+)
 @pytest.mark.parametrize(("quota", "ranks"), [(250_000, {}), (400_000, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})])
-def test_more_threads_than_the_quota_of_all_ranks_allows_could_be_better(tmp_path, fresh_native, quota, ranks):
-    fresh_native.setenv("SUPERADAM_THREADS", "3")
+def test_more_threads_than_the_quota_of_all_ranks_allows_could_be_better(
+    tmp_path, fresh_native, quota, ranks, ours, torch_s, variables
+):
+    fresh_native.setenv("SUPERADAM_THREADS", str(ours))
+    fresh_native.setattr(torch, "get_num_threads", lambda: torch_s)
     files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": f"{quota} 100000"}
-    finding = processor.threads(machine(tmp_path, files, {**ranks, "SUPERADAM_THREADS": "3"}))
-    assert (finding.status, finding.remedy) == (Status.BETTER, "export SUPERADAM_THREADS=2")
-    assert (finding.values["superadam"], finding.values["quota"]) == (3, quota / 100_000)
+    finding = processor.threads(machine(tmp_path, files, {**ranks, "SUPERADAM_THREADS": str(ours)}))
+    assert (finding.status, finding.remedy) == (Status.BETTER, f"export {variables}")
+    assert (finding.values["superadam"], finding.values["quota"]) == (ours, quota / 100_000)
 
 
 def test_processors_count_cores_and_what_is_allowed(tmp_path):
@@ -248,6 +255,37 @@ def test_bandwidth_takes_at_most_a_quarter_of_free_memory(tmp_path):
     finding = memory.bandwidth(host)
     assert finding.status is Status.OK
     assert 0 < finding.values["measured_over"] <= 4 << 20
+
+
+def test_what_disturbs_the_measurement_is_told_beside_it(tmp_path, monkeypatch):
+    stat = "/sys/fs/cgroup/cpu.stat"
+    files = {"/proc/self/cgroup": "0::/", stat: "nr_throttled 1\nthrottled_usec 1000000\n", "/proc/loadavg": "0.4 1 1"}
+    quiet = memory.bandwidth(machine(tmp_path, files), 4 << 20)
+    assert (quiet.values["load"], quiet.values["throttled_seconds"]) == (0.4, 0.0)
+    assert "measured next to" not in quiet.detail
+
+    def measured(arrays, threads):
+        (tmp_path / stat[1:]).write_text("throttled_usec 3500000\n")
+        return 1e9
+
+    monkeypatch.setattr(memory, "measure_bandwidth", measured)
+    busy = memory.bandwidth(machine(tmp_path, files | {"/proc/loadavg": "3.20 1 1"}), 4 << 20)
+    assert busy.detail.endswith(
+        "; measured next to a load of 3.2 of the minute before and a quota that stopped its threads for 2.50 s, so "
+        "that it may be more"
+    )
+
+
+def test_the_limit_of_the_control_group_is_told(tmp_path):
+    files = {"/proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n", "/proc/self/cgroup": "0::/"}
+    assert memory.main_memory(machine(tmp_path, files)).detail.startswith(
+        "8.0 of 16.0 GiB available: the state of 715.8 million"
+    )
+    limit = {"/sys/fs/cgroup/memory.max": str(4 << 30), "/sys/fs/cgroup/memory.current": "0"}
+    assert memory.main_memory(machine(tmp_path, files | limit)).detail == (
+        "4.0 of 16.0 GiB available, where the control group allows 4.0: the state of 357.9 million parameters "
+        "(536.9 million with moments in bf16)"
+    )
 
 
 # -- partitions and accelerators -------------------------------------------------------------------------------------

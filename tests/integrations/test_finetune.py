@@ -9,20 +9,20 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import support.frameworks  # noqa: F401 - nothing is looked up in a network
 import torch
+from support.presets import PRESETS
 from support.ranks import ENDED, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
-from transformers.trainer_jit_checkpoint import CheckpointManager
 
 from superadam.integrations.transformers import OffloadCallback
 
@@ -96,15 +96,11 @@ def words_of(folder: Path, out: Path) -> list[str]:
     return [f"--{name}={value}" for name, value in fixed.items()]
 
 
-def finetune(folder: Path, out: Path, *words: str, prepare: Callable[[Any], None] | None = None) -> str:
-    """Run the example, in this process, and return what it printed; `prepare` sees its SFTConfig first."""
+def finetune(folder: Path, out: Path, *words: str) -> str:
+    """Run the example, in this process, and return what it printed."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", [str(SCRIPT), *words_of(folder, out), *words])
-        names = runpy.run_path(str(SCRIPT))
-        if prepare is not None:
-            make = names["model_of"]
-            names["main"].__globals__["model_of"] = lambda *given: (prepare(given[4]), make(*given))[1]
-        names["main"]()
+        runpy.run_path(str(SCRIPT))["main"]()
     return printed.getvalue()
 
 
@@ -196,23 +192,33 @@ def forget_ranks() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def force_fsdp(training: Any) -> None:
-    """Let Accelerate shard on CPUs, for which it has no name of its own."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
+@contextlib.contextmanager
+def preempted(name: str, rank: int) -> Iterator[None]:
+    """Send SIGTERM to the second rank of the run "stopped", after which all ranks end with its status."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name != "stopped":
+            yield
+            return
 
-    assert training.device.type == "cpu"
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        def on_step_end(self: OffloadCallback, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == SAVED + 1 and rank == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr(OffloadCallback, "on_step_end", on_step_end)
+        with pytest.raises(SystemExit) as ended:
+            yield
+        assert ended.value.code == 128 + signal.SIGTERM
 
 
-def train_shards(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
-    """Train once for each folder; without a scheduler into "plain"."""
-    for name, words in runs.items():
+def train_shards(rank: int, folder: Path, runs: list[tuple[str, list[str]]]) -> None:
+    """Train into folders, one after another; without a scheduler into "plain"."""
+    for number, (name, words) in enumerate(runs):
         forget_ranks()
         as_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", **as_torchrun)
-        with without_schedulers() if name == "plain" else contextlib.nullcontext():
-            finetune(folder, folder / "ranks" / name, *words, prepare=force_fsdp)
+        first = all(name != before for before, _ in runs[:number])
+        with without_schedulers() if name == "plain" else preempted(name if first else "", rank):
+            finetune(folder, folder / "ranks" / name, "--rehearse", *words)
 
 
 def test_on_two_ranks_every_run_ends_in_the_same_bits(folder):
@@ -222,13 +228,56 @@ def test_on_two_ranks_every_run_ends_in_the_same_bits(folder):
     words, out = ["--fsdp", f"--fsdp_config={folder / 'fsdp.json'}"], folder / "ranks"
     resume = f"--resume_from_checkpoint={out / 'whole' / f'checkpoint-{SAVED}'}"
     auto = "--resume_from_checkpoint=auto"  # there is none
-    run(train_shards, 2, folder=folder, runs={"whole": [*words, auto], "resumed": [*words, resume], "plain": words})
-    assert digests(out / "resumed") == digests(out / "plain") == digests(out / "whole")
+    runs = [("whole", [*words, auto]), ("resumed", [*words, resume]), ("plain", words)]
+    run(train_shards, 2, folder=folder, runs=[*runs, ("stopped", words), ("stopped", [*words, auto])])
+    assert digests(out / "resumed") == digests(out / "plain") == digests(out / "whole") == digests(out / "stopped")
+    assert (out / "stopped" / f"checkpoint-{SAVED + 2}").is_dir()  # a step after the signal came
     assert torch.equal(logits_of(out / "resumed"), logits_of(out / "whole"))
     assert logged(out / "whole")[-1]["loss"] < 0.8 * logged(out / "whole")[0]["loss"]
     assert accepted_in(out / "plain") == 0
     if CAN_OVERLAP:
         assert accepted_in(out / "whole") > 0
+
+
+def environment_of(ranks: int) -> dict[str, str]:
+    """Return what `accelerate launch` with the file for several GPUs sets for each rank."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    file = str(SCRIPT.parent / "presets" / "fsdp2.yaml")
+    words = ["--config_file", file, "--num_processes", str(ranks), str(SCRIPT)]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    made: dict[str, str] = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in made.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def rehearse(rank: int, folder: Path, names: list[str], ranks: int, environment: dict[str, str]) -> None:
+    """Train as a preset says, but for what a rehearsal makes small."""
+    forget_ranks()
+    as_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", **environment}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            for key, value in {**as_torchrun, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}.items():
+                patch.setenv(key, str(value))
+            preset = f"--config={SCRIPT.parent / 'presets' / name}.yaml"
+            words = ["--rehearse", "--dataset_name", folder / "data", "--output_dir", folder / "rehearsed" / name]
+            patch.setattr(sys, "argv", [str(SCRIPT), preset, *map(str, words), f"--model_name_or_path={folder / name}"])
+            runpy.run_path(str(SCRIPT))["main"]()
+            forget_ranks()
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(2, ["qwen3-30b-a3b", "seed-oss-36b"]), (4, ["llama-3.1-70b"])])
+def test_presets_for_several_gpus_are_rehearsed_without_any(folder: Path, ranks: int, names: list[str]) -> None:
+    """With the published configuration, from which a small model of the same kind is made."""
+    for name in names:
+        assert PRESETS[name].ranks == ranks
+        shutil.copytree(folder / "model", folder / name)
+        PRESETS[name].config.save_pretrained(folder / name)
+    run(rehearse, ranks, folder=folder, names=names, ranks=ranks, environment=environment_of(ranks))
+    for name in names:
+        out = folder / "rehearsed" / name
+        assert len([*out.glob("checkpoint-*/optimizer_0/*.distcp")]) == ranks
+        assert type(AutoModelForCausalLM.from_pretrained(out).config) is type(PRESETS[name].config)
 
 
 def kill_at_step(rank: int, folder: Path, out: Path, step: int) -> None:
@@ -266,10 +315,8 @@ def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(
     def on_step_end(self: OffloadCallback, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == SAVED + 1:
             signal.raise_signal(signal.SIGTERM)
-            time.sleep(0.2)  # a timer tells the Trainer
 
     out = folder / "preempted"
-    monkeypatch.setattr(CheckpointManager.__init__, "__defaults__", (0,))  # seconds until it does
     with monkeypatch.context() as patch:
         patch.setattr(OffloadCallback, "on_step_end", on_step_end)
         with pytest.raises(SystemExit) as ended:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import support.frameworks  # noqa: F401 - nothing is looked up in a network
+import transformers
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 trl = pytest.importorskip("trl")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.py"
+from superadam.integrations import fine_tuning  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "finetune.py"
+
 FOREIGN = {
     "use_peft": "true",
     "use_dora": "true",
@@ -33,77 +43,226 @@ FOREIGN = {
     "dataset_streaming": "true",
     "ignore_bias_buffers": "true",
     "model_init_kwargs": '{"dtype": "float16"}',
+    "include_for_metrics": "loss",
+    "batch_eval_metrics": "true",
+    "eval_do_concat_batches": "false",
+    "eval_use_gather_object": "true",
+    "prediction_loss_only": "true",
+    "do_train": "true",
+    "do_eval": "true",
+    "do_predict": "true",
+    "bf16_full_eval": "true",
+    "fp16_full_eval": "true",
+    "optim_args": "a=1",
+    "optim_target_modules": "all-linear",
+    "ddp_find_unused_parameters": "true",
+    "ddp_bucket_cap_mb": "1",
+    "ddp_broadcast_buffers": "true",
+    "ddp_static_graph": "true",
 }
 """Options that TRL parses and this program does not obey, and another value than the default."""
 
+OLD = {
+    "gradient_checkpointing": "false",
+    "gradient_checkpointing_kwargs": '{"use_reentrant": true}',
+    "pad_token": "<pad>",
+    "use_liger_kernel": "true",
+    "liger_kernel_config": '{"rope": true}',
+    "label_smoothing_factor": "0.1",
+    "local_rank": "0",
+    "loss_type": "chunked_nll",
+    "truncation_mode": "keep_end",
+    "packing_strategy": "bfd-requeue",
+}
+"""Options, or values of one, that TRL or transformers will drop."""
 
-@pytest.fixture
-def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+NO_WORDS = {"deepspeed", "parallelism_config"}  # a file that has to exist, and what no command line can say
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return the program's names; it works in a folder with a model's configuration, and loads nothing."""
-    monkeypatch.chdir(tmp_path)
-    Path("model").mkdir()
-    Path("model/config.json").write_text("{}")
-    Path("data.jsonl").write_text('{"text": "a"}\n\n{"prompt": "a", "completion": "b"}\n{"messages": []}\n')
-    return runpy.run_path(str(SCRIPT))
+    folder = tmp_path_factory.mktemp("refusals")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Qwen3Config(vocab_size=2, hidden_size=8, num_hidden_layers=1).save_pretrained("model")
+        words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")))
+        words.save_pretrained("model")
+        Path("data.jsonl").write_text('{"text": "a"}\n\n{"prompt": "a", "completion": "b"}\n')
+        Path("talk.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+        yield runpy.run_path(str(SCRIPT))
 
 
-def ended(names: Any, monkeypatch: pytest.MonkeyPatch, **options: str) -> str:
+def ended(program: Any, monkeypatch: pytest.MonkeyPatch, **options: str) -> str:
     """Return the sentence with which the program ends."""
     usual = {"model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out", "use_cpu": "true"}
-    words = [word for name, value in (usual | options).items() for word in (f"--{name}", value)]
+    words = [word for name, value in (usual | options).items() for word in (f"--{name}", value) if word != "(nothing)"]
+    return sentence_of(words, program, monkeypatch)
+
+
+def sentence_of(words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return how the program ends, which writes nothing, and loads neither model nor data."""
     monkeypatch.setattr(sys, "argv", ["finetune.py", *words])
-    main = names["main"].__globals__
 
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("it loads what it should have refused")
 
-    main["load_dataset"] = main["model_of"] = loaded
+    for name in ("load_dataset", "model_of"):
+        monkeypatch.setitem(program["main"].__globals__, name, loaded)
+    before = sorted(Path().rglob("*"))
     with pytest.raises(SystemExit) as caught:
-        names["main"]()
+        program["main"]()
+    assert sorted(Path().rglob("*")) == before
     sentence = str(caught.value.code)
     assert "\n" not in sentence
     assert sentence.startswith("finetune.py: ")
     return sentence
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", FOREIGN)
-def test_an_option_that_would_not_be_obeyed_is_refused(names: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert f"--{name} is not obeyed" in ended(names, monkeypatch, **{name: FOREIGN[name]})
+def test_an_option_that_would_not_be_obeyed_is_refused(program: Any, name: str) -> None:
+    """Without the rest of the program, which is in one place for all of them."""
+    classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
+    found, given = fine_tuning.parse(classes, [f"--{name}", FOREIGN[name], "--use_cpu"], bf16=False)
+    with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} is not obeyed, .*; leave it out$"):
+        fine_tuning.check_options(found, given, superadam=True)
+    if name in fine_tuning.NOT_WITH_SUPERADAM:
+        fine_tuning.check_options(found, given, superadam=False)
 
 
-def test_each_option_of_the_model_and_the_data_is_obeyed_or_refused(names: Any) -> None:
-    of_data = {"dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"}
-    every = {one.name for configuration in (trl.ModelConfig, trl.ScriptArguments) for one in fields(configuration)}
-    assert every - of_data - names["OBEYED"] == FOREIGN.keys() - {"model_init_kwargs"}
+@pytest.mark.parametrize("name", OLD)
+def test_a_deprecated_option_is_refused_with_what_takes_its_place(program: Any, name: str) -> None:
+    with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} .* is deprecated, expected .*; change it$"):
+        fine_tuning.check_options([], {name: OLD[name]}, superadam=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ('{"text": "a"}\n{"text": ', "line 2 of data.jsonl: Expecting value"),
-        ('{"text": "a"}\n[1]\n', "line 2 of data.jsonl: expected an object with messages"),
-        ('{"question": 1, "answer": 2}\n', "line 1 of data.jsonl: expected an object with messages"),
-        (b"\xff\xfe", "data.jsonl: 'utf-8' codec"),
-    ],
-)
-def test_a_bad_line_is_named(names: Any, monkeypatch: pytest.MonkeyPatch, content: str | bytes, sentence: str) -> None:
-    Path("data.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
-    assert sentence in ended(names, monkeypatch)
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_no_deprecated_option_is_used_without_being_asked_for(program: Any) -> None:
+    fine_tuning.parse([trl.SFTConfig], ["--use_cpu"], bf16=False, activation_checkpointing=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"dataset_name": "none.jsonl"}, "there is no file none.jsonl; correct --dataset_name"),
-        ({"dataset_name": "model"}, "model has no train.jsonl"),
-        ({"model_name_or_path": "."}, ". has no config.json; correct --model_name_or_path"),
-        ({"output_dir": "data.jsonl/out"}, "data.jsonl/out cannot be written to"),
-        ({"resume_from_checkpoint": "checkpoint-9"}, "checkpoint-9 is no whole checkpoint"),
-        ({"config": "none.yaml"}, "there is no preset none.yaml"),
-        ({"optimizer": "adamw", "moments": "bf16"}, "--moments and --master are superadam's"),
-    ],
-)
-def test_what_is_named_has_to_be_there(
-    names: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], sentence: str
+READERS = ["transformers/trainer.py", "transformers/training_args.py", "trl/trainer/sft_trainer.py"]
+
+
+def test_each_field_of_trl_is_read_by_somebody_or_refused() -> None:
+    """A field that no line of Trainers, their callbacks or this program reads is one that nobody obeys."""
+    package = Path(transformers.__file__).parents[1]
+    texts = [(package / name).read_text() for name in READERS]
+    texts += [path.read_text() for path in (package / "transformers").glob("trainer_*.py")]
+    texts += [(package / "transformers/integrations/integration_utils.py").read_text(), SCRIPT.read_text()]
+    texts.append((ROOT / "superadam/integrations/fine_tuning.py").read_text())
+    read = set(re.findall(r"\b(?:args|self|training|model|script|arguments)(?=\.(\w+))", "\n".join(texts)))
+    classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
+    every = {one.name for configuration in classes for one in fields(configuration)}
+    refused = fine_tuning.NOT_OBEYED | fine_tuning.NOT_WITH_SUPERADAM
+    assert every - read - refused.keys() - fine_tuning.DEPRECATED.keys() == set()
+    assert refused.keys() == FOREIGN.keys() | NO_WORDS
+    assert {one.partition(" ")[0] for one in fine_tuning.DEPRECATED} == OLD.keys()
+    assert refused.keys() <= every
+    assert OLD.keys() <= every
+
+
+LINES = {
+    '{"text": "a"}\n{"text": ': "line 2 of bad.jsonl: Expecting value",
+    '{"text": "a"}\n[1]\n': "line 2 of bad.jsonl: expected an object with messages",
+    '{"question": 1, "answer": 2}\n': "line 1 of bad.jsonl: expected an object with messages",
+    b"\xff\xfe": "bad.jsonl: 'utf-8' codec",
+    "": "bad.jsonl has no lines",
+    '{"text": 5}': "line 1 of bad.jsonl: text is int, expected text",
+    '{"messages": "a"}': "line 1 of bad.jsonl: messages is str, expected a list of objects",
+    '{"messages": [{"content": "a"}]}': "line 1 of bad.jsonl: messages is list, expected a list of objects",
+    '{"prompt": 1, "completion": "b"}': "line 1 of bad.jsonl: prompt is int, expected text",
+    "[" * 100_000: "line 1 of bad.jsonl: ",
+}
+
+
+@pytest.mark.parametrize("number", range(len(LINES)))
+def test_a_bad_line_is_named(program: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    content, sentence = [*LINES.items()][number]
+    Path("bad.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
+    assert sentence in ended(program, monkeypatch, dataset_name="bad.jsonl")
+
+
+def test_a_column_of_another_name_is_read(program: Any) -> None:
+    Path("named.jsonl").write_text('{"content": "a"}\n')
+    assert fine_tuning.check_lines("named.jsonl", "content") is None
+
+
+WRONG = [
+    ({"dataset_name": "none.jsonl"}, "there is no file none.jsonl; correct --dataset_name"),
+    ({"dataset_name": "model"}, "model has no train.jsonl"),
+    ({"dataset_name": ""}, "say what to train and on what"),
+    ({"eval_strategy": "epoch"}, "there is no test.jsonl to evaluate on; set --eval_strategy no"),
+    ({"model_name_or_path": "."}, ". has no config.json; correct --model_name_or_path"),
+    ({"model_name_or_path": "no/such-model"}, "no/such-model cannot be used ("),
+    ({"model_name_or_path": "broken"}, "broken cannot be used ("),
+    ({"output_dir": "data.jsonl/out"}, "data.jsonl/out cannot be written to"),
+    ({"output_dir": "data.jsonl"}, "data.jsonl cannot be written to"),
+    ({"resume_from_checkpoint": "checkpoint-9"}, "checkpoint-9 is no whole checkpoint"),
+    ({"config": "none.yaml"}, "there is no preset none.yaml"),
+    ({"config": "(nothing)"}, "there is no preset"),
+    ({"config": "list.yaml"}, "list.yaml holds no options"),
+    ({"config": "bad.yaml"}, "line 3 of bad.yaml is no YAML ("),
+    ({"config": "many.yaml"}, "argument --max_steps/--max-steps: invalid int value: 'many'"),
+    ({"config": "unknown.yaml"}, "there is no option --max_stepz; --max_steps is one"),
+    ({"optimizer": "adamw", "moments": "bf16"}, "--moments and --master are superadam's"),
+    ({"optimizer": "sgd"}, "argument --optimizer: invalid choice: 'sgd'"),
+    ({"optim": "sgd"}, "--optim sgd is not what superadam replaces"),
+    ({"wings": "true"}, "there is no option --wings"),
+    ({"max_step": "3"}, "there is no option --max_step; --max_steps is one"),
+    ({"max_steps": "many"}, "invalid int value: 'many'"),
+    ({"learning_rate": "fast"}, "invalid float value: 'fast'"),
+    ({"learning_rate": "-1"}, "--learning_rate is -1.0, expected a number of at least 0"),
+    ({"learning_rate": "nan"}, "--learning_rate is nan, expected a number of at least 0"),
+    ({"adam_beta2": "1.5"}, "--adam_beta2 is 1.5, expected a number of at least 0 and less than 1"),
+    ({"per_device_train_batch_size": "0"}, "--per_device_train_batch_size is 0, expected a number of at least 1"),
+    ({"gradient_accumulation_steps": "0"}, "gradient_accumulation_steps"),
+    ({"max_length": "-5"}, "--max_length is -5, expected a number of at least 1"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "--lr_scheduler_type cosine_with_min_lr cannot be made (One of"),
+    ({"dtype": "int8"}, "argument --dtype: invalid choice: 'int8'"),
+    ({"moments": "4bit"}, "argument --moments: invalid choice: '4bit'"),
+    ({"load_best_model_at_end": "true"}, "the options do not fit together ("),
+    ({"fsdp": "true", "fsdp_config": "none.json"}, "the options do not fit together ("),
+    ({"lr_scheduler_kwargs": "{1"}, "the options do not fit together ("),
+    ({"use_cpu": "perhaps"}, "perhaps"),
+    ({"dataset_name": "talk.jsonl"}, "the tokenizer has no chat template for messages"),
+    ({"chat_template_path": "none.jinja"}, "there is no chat template none.jinja"),
+    (
+        {"dataset_name": "talk.jsonl", "chat_template_path": "raises.jinja"},
+        "cannot say the first conversation (no turn",
+    ),
+    ({"assistant_only_loss": "true"}, "--assistant_only_loss needs messages"),
+    (
+        {"dataset_name": "talk.jsonl", "chat_template_path": "plain.jinja", "assistant_only_loss": "true"},
+        "the chat template does not mark what the assistant says",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def files(program: Any) -> None:
+    """Write what the wrong inputs name."""
+    Path("list.yaml").write_text("- 1\n")
+    Path("bad.yaml").write_text("a: 1\nb: [\n")
+    Path("many.yaml").write_text("max_steps: many\n")
+    Path("unknown.yaml").write_text("max_stepz: 3\n")
+    Path("raises.jinja").write_text("{{ raise_exception('no turn of a user') }}")
+    Path("plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+
+
+@pytest.mark.parametrize("words", [[], ["--use_cpu"], ["--max_steps", "-1", "--use_cpu"]])
+def test_a_run_of_nothing_is_told_what_is_missing(
+    words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sentence in ended(names, monkeypatch, **options)
+    assert "say what to train and on what" in sentence_of(words, program, monkeypatch)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("options", "sentence"), WRONG, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_wrong_input_is_told_in_a_sentence(
+    program: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], sentence: str
+) -> None:
+    assert sentence in ended(program, monkeypatch, **options)

@@ -159,7 +159,7 @@ def test_presets(name):
     assert script.dataset_name is None
     assert training.per_device_train_batch_size == preset.sequences
     assert training.gradient_accumulation_steps == preset.micro_batches
-    assert (training.max_length, training.gradient_checkpointing, training.loss_type) == (preset.tokens, True, "nll")
+    assert (training.max_length, training.activation_checkpointing, training.loss_type) == (preset.tokens, True, "nll")
     assert (model.dtype, training.bf16, training.optim) == ("bfloat16", False, "adamw_torch_fused")
     assert row(name, preset) in (EXAMPLES.parent / "docs" / "presets.md").read_text()
     needs_launch = f"--config_file examples/presets/fsdp2.yaml --num_processes {preset.ranks} " in path.read_text()

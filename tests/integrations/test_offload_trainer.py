@@ -470,7 +470,8 @@ def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path, monkeypatch):
         setattr(trainer, name, True)
         refused(RuntimeError, told, trainer)
         setattr(trainer, name, False)
-    arguments = SimpleNamespace(**vars(trainer.args), parallel_mode=integration.ParallelMode.DISTRIBUTED, world_size=2)
+    several = {"parallel_mode": integration.ParallelMode.DISTRIBUTED, "world_size": 2, "device": torch.device("cuda")}
+    arguments = SimpleNamespace(**vars(trainer.args), **several)
     monkeypatch.setattr(trainer, "args", arguments)
     refused(RuntimeError, "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2$", trainer)
 

@@ -40,10 +40,23 @@ def test_what_fits_is_not_refused(llama: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "gpu", "host", "words"),
     [
-        (Setting(8, 2048, loss="full"), 40, 512, r"GPU's memory at head and loss.* fits with --loss chunked, or with"),
-        (Setting(8, 1024), 20, 512, r"GPU's memory at .* fits with --batch 1, or with --ranks 4"),
-        (Setting(2, 2048, checkpointing=False), 24, 512, r"GPU's memory at .* fits with --checkpointing"),
-        (Setting(1, 1024), 80, 110, r"host's memory, .* fits with --moments bf16 --master 24bit, or with --ranks 2"),
+        (
+            Setting(8, 2048, loss="full"),
+            40,
+            512,
+            r"GPU's memory at head and loss, .*; choose --loss_type nll or --per_d",
+        ),
+        (Setting(64, 1024), 36, 512, r"GPU's memory at .*; choose --per_device_train_batch_size 1$"),
+        (
+            Setting(4, 2048, checkpointing=False),
+            40,
+            512,
+            r"GPU's memory at .*; choose --activation_checkpointing true or",
+        ),
+        (Setting(1, 1024), 80, 110, r"host's memory, .*; choose --moments bf16 --master 24bit or --moments 8bit --mas"),
+        (Setting(1, 1024), 80, 60, r"host's memory, .*; choose --moments 8bit --master 24bit$"),
+        (Setting(1, 1024), 17, 512, r"GPU's memory at .*; start 4 ranks, each with as much$"),
+        (Setting(1, 1024), 20, 9, r"; no option of this program suffices: train a smaller model"),
     ],
 )
 def test_what_does_not_fit_names_moment_and_remedies(
@@ -65,7 +78,7 @@ def test_options_of_trl_are_those_of_a_plan(llama: Any, tmp_path: Path) -> None:
         gradient_accumulation_steps=1,
         world_size=1,
         loss_type="nll",
-        gradient_checkpointing=True,
+        activation_checkpointing=True,
     )
     setting = setting_of(training, "fp32", "fp32")
     assert setting == Setting(sequences=4, tokens=4096, micro_batches=1, ranks=1, loss="chunked", checkpointing=True)

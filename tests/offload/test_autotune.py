@@ -262,7 +262,7 @@ def test_worker_can_neither_come_nor_go(num_threads: int) -> None:
 
 
 def test_device_that_cannot_keep_is_told() -> None:
-    told = "gpu_buckets is 3, but PlainDevice cannot make steps where the model is; .* leave gpu_buckets at 'auto' or 0"
+    told = "gpu_buckets is 3, but steps cannot be made where the model is, .*; leave gpu_buckets at 'auto' or 0"
     with pytest.raises(ValueError, match=told):
         Autotuner(PlainDevice(), 100, 3, "auto", "auto", 1)
     autotuner = Autotuner(PlainDevice(), 100, 0, "auto", "auto", 1)

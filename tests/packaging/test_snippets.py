@@ -11,6 +11,7 @@ import re
 import runpy
 import shlex
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed
 import train
+from check_wheel import tag_of
 from support import deepspeed_run
 from torch import nn
 from torch.distributed import run as torchrun
@@ -31,7 +33,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (given|not run): ([^>]*) -->\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`((?:superadam|make|python|pytest) [^`]+)`")
-ELSEWHERE = {"pip", "sudo", "echo", "export", "cat", "ulimit", "numactl", "pytest", ".venv/bin/pip", ".venv/bin/python"}
+ELSEWHERE = {
+    "git",
+    "pip",
+    "sudo",
+    "echo",
+    "export",
+    "cat",
+    "ulimit",
+    "numactl",
+    "pytest",
+    ".venv/bin/pip",
+    ".venv/bin/python",
+}
 """Programs whose commands are not tried."""
 
 README_LINES = 120
@@ -194,6 +208,23 @@ def check(command: str) -> None:
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_each_first_page_has_the_same_ways_to_install():
+    """With the wheel that is built, extras that exist, and words that a shell hands over as they are."""
+    pages = [ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/quickstart.md"]
+    tables = [
+        re.findall(r"^\| (?:from source|editable|as a wheel) \| `(.*?)` \|", page.read_text(), re.M) for page in pages
+    ]
+    source, editable, wheel = tables[0]
+    assert tables == [[source, editable, wheel]] * 3
+    assert [shlex.split(one)[-1] for one in (source, editable)] == [".[cli]"] * 2
+    name = f"superadam-{superadam.__version__}-{tag_of('x86_64')}.whl"
+    assert shlex.split(wheel)[-1] == f"dist/{name}[cli]"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"cli", "plan", "finetune"} <= project["optional-dependencies"].keys()
+    clone = f"$ git clone {project['urls']['Repository']} && cd superadam\n"
+    assert all(clone in page.read_text() for page in pages)
 
 
 def test_first_program_of_the_readme_is_short():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise UsageError(f"--json {arguments.json} is in a directory that does not exist; make {arguments.json.parent}")
+    if arguments.json is not None and (arguments.json.is_dir() or not os.access(arguments.json.parent, os.W_OK)):
+        raise UsageError(f"--json {arguments.json} cannot be written to, expected a file; name another")
     setting, rows = setting_of(arguments.isa, arguments.threads, arguments.moments, arguments.master), []
     with Console(stderr=True).status("warming up") as status:
         for row in measure(NUMEL, [setting], PAIRS):

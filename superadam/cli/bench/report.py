@@ -111,6 +111,13 @@ def _state(setting: Setting) -> dict[str, str]:
     }
 
 
+def in_words(count: float) -> str:
+    """Return a number of parameters in billions, millions or thousands."""
+    sizes = {"billion": 1e9, "million": 1e6}
+    word, size = next(((word, size) for word, size in sizes.items() if count >= size), ("thousand", 1e3))
+    return f"{count / size:.1f} {word}"
+
+
 def new_table() -> Table:
     """Return a table without rows: what was measured, its median time, its rate, and its ratio to something else.
 

@@ -33,7 +33,7 @@ NO_COUNTERPART = {
     "zero_force_ds_cpu_optimizer": "there is one optimizer",
     "torch_autocast": "torch.autocast in the loop, or bf16=True of a Trainer",
     "amp": "torch.autocast in the loop, or bf16=True of a Trainer",
-    "activation_checkpointing": "torch.utils.checkpoint, or gradient_checkpointing=True of a Trainer",
+    "activation_checkpointing": "torch.utils.checkpoint, or activation_checkpointing=True of a Trainer",
     "aio": _NVME,
     "tensorboard": _LOGGED,
     "wandb": _LOGGED,
@@ -143,6 +143,10 @@ def translated(config: dict[str, Any]) -> str:
     found = _Settings()
     if "bfloat16" in config:  # the older name
         config = {"bf16" if key == "bfloat16" else key: value for key, value in config.items()}
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = config.get(key, AUTO)
+        if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UsageError(f'{key} is {_shown(value)}, expected a whole number of at least 1, or "auto"; correct it')
     unread = _flat(config, "")
 
     def take(key: str, default: Any = None) -> Any:
@@ -159,7 +163,7 @@ def translated(config: dict[str, Any]) -> str:
         found.trainer["max_grad_norm"] = repr(limit)
     batches = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
     for key, name in (batches | {"gradient_accumulation_steps": "gradient_accumulation_steps"}).items():
-        value = _number(key, take(key, None))
+        value = take(key, None)
         if value == AUTO:
             found.notes.append(f"{key}: auto, which is {name} of the Trainer")
         elif value is not None:

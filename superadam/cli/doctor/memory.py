@@ -8,9 +8,10 @@ from contextlib import suppress
 from superadam.cli.bench import floor
 from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.floor import Variant
+from superadam.cli.bench.report import in_words
 from superadam.cli.doctor.finding import Finding, Status
 from superadam.host.local_ranks import local_rank
-from superadam.host.machine import Host
+from superadam.host.machine import Host, groups_of
 from superadam.host.memory import HostMemory, lockable_bytes
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
@@ -23,6 +24,8 @@ MEASURED_BYTES = GIB
 """Size of the arrays that the bandwidth is measured over: more than most caches hold."""
 MEASURED_SECONDS = 0.4
 """For how long each number of threads is measured."""
+NOTABLE_LOAD = 0.5
+"""Programs that were ready to run, on average, from which the report names them."""
 VARIANTS = (Variant(128, 2 << 10, stream_out=True), Variant(32, 2 << 10, stream_out=True), Variant(128, 0))
 """Ways to move memory that are tried; `superadam bench` tries more."""
 UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
@@ -32,9 +35,12 @@ def main_memory(host: Host) -> Finding:
     """Report how much memory is free, and how many parameters' state would fit into that."""
     memory = HostMemory.of(host)
     values = {"total_bytes": memory.total, "limit_bytes": memory.limit, "available_bytes": memory.available}
-    fits = f"the state of {memory.available / BYTES_OF_STATE / 1e9:.1f} billion parameters"
-    fits += f" ({memory.available / bytes_of_state(Storage(Moments.BFLOAT16)) / 1e9:.1f} with moments in bf16)"
-    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available: {fits}"
+    fits = f"the state of {in_words(memory.available / BYTES_OF_STATE)} parameters"
+    fits += f" ({in_words(memory.available / bytes_of_state(Storage(Moments.BFLOAT16)))} with moments in bf16)"
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    if memory.limit < memory.total:
+        detail += f", where the control group allows {memory.limit / GIB:.1f}"
+    detail += f": {fits}"
     with suppress(ValueError):
         count = local_rank(host).count
         detail += f", of all {count} ranks together" if count > 1 else ""
@@ -85,6 +91,15 @@ def measure_bandwidth(arrays: PassArrays, threads: int, seconds: float = MEASURE
     return best
 
 
+def _throttled_seconds(host: Host) -> float:
+    """Return for how long the quotas of this process's control groups have stopped its threads so far."""
+    seconds = 0.0
+    for group in groups_of(host, "cpu"):
+        counts = dict(line.split()[:2] for line in host.read_or(f"{group.directory}/cpu.stat", "").splitlines() if line)
+        seconds += float(counts.get("throttled_usec", 0)) / 1e6 + float(counts.get("throttled_time", 0)) / 1e9
+    return seconds
+
+
 def bandwidth(host: Host, measured_bytes: int = MEASURED_BYTES) -> Finding:
     """Measure what one thread and all threads get from memory, which is what limits a step."""
     try:
@@ -95,12 +110,20 @@ def bandwidth(host: Host, measured_bytes: int = MEASURED_BYTES) -> Finding:
         measured_bytes = min(measured_bytes, HostMemory.of(host).available // 4)
     numel = max(measured_bytes // 22 // native.CHUNK, 1) * native.CHUNK  # p, m, v, two gradients: 20 B; out: 2 B
     arrays = PassArrays(numel, Dtype.FLOAT32, Dtype.BFLOAT16)
+    before = _throttled_seconds(host)
+    load = float((host.read_or("/proc/loadavg", "") or "0").split()[0])  # of the last minute, without what follows
     best = {count: measure_bandwidth(arrays, count) for count in dict.fromkeys((threads, 1))}
+    throttled = _throttled_seconds(host) - before
     values = {"bytes_per_second": best[threads], "one_thread": best[1], "threads": threads, "measured_over": numel * 22}
+    values |= {"load": load, "throttled_seconds": throttled}
     detail = f"{best[threads] / 1e9:.1f} GB/s with {threads} threads"
     if threads == 1:
         detail = f"{best[1] / 1e9:.1f} GB/s with one thread"
     else:
         detail += f", {best[1] / 1e9:.1f} with one"
     detail += f": a step of a billion parameters moves 30 GB in {UPDATE_BYTES * 1e9 / best[threads]:.2f} s"
+    disturbed = [f"a load of {load:g} of the minute before"] if load >= NOTABLE_LOAD else []
+    disturbed += [f"a quota that stopped its threads for {throttled:.2f} s"] if throttled > 0 else []
+    if disturbed:
+        detail += f"; measured next to {' and '.join(disturbed)}, so that it may be more"
     return Finding("memory bandwidth", Status.OK, detail, values=values)

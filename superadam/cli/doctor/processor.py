@@ -110,12 +110,10 @@ def threads(host: Host) -> Finding:
     detail = f"superadam {count} ({why}), torch {torch_threads}"
     if quota:
         detail += f", CPU quota {quota:g}"
-    if count > allowed:
+    counts = {"SUPERADAM_THREADS": count, "OMP_NUM_THREADS": torch_threads}
+    if larger := [f"{variable}={allowed}" for variable, value in counts.items() if value > allowed]:
         detail += f"; only {allowed} can run at once"
-        return Finding(name, Status.BETTER, detail, f"export SUPERADAM_THREADS={allowed}", values)
-    if torch_threads > allowed:
-        detail += f"; only {allowed} can run at once"
-        return Finding(name, Status.BETTER, detail, f"export OMP_NUM_THREADS={allowed}", values)
+        return Finding(name, Status.BETTER, detail, f"export {' '.join(larger)}", values)
     if count < allowed:
         detail += f"; {allowed} are allowed"
     return Finding(name, Status.OK, detail, values=values)

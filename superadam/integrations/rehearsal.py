@@ -1,0 +1,60 @@
+"""A run of several GPUs, tried on CPUs before machines are rented: a small model of the same kind, with all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+STEPS = 4
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": 8,
+}
+"""What a configuration has of these becomes that small."""
+
+
+def words(given: Sequence[str]) -> list[str]:
+    """Return the words of a command line, with those that make a rehearsal small where it asks for one."""
+    at = [number for number, word in enumerate(given) if word.partition("=")[0] == "--rehearse"]
+    after = [given[number].partition("=")[2] or (*given[number + 1 :], "true")[0] for number in at]
+    if not any(word.lower() not in ("false", "no", "0") for word in after):
+        return list(given)
+    usual = {"use_cpu": "true", "max_steps": STEPS, "max_length": SIZES["max_position_embeddings"], "logging_steps": 1}
+    return [*(word for name, value in usual.items() for word in (f"--{name}", str(value))), *given]
+
+
+def small(config: Any, vocabulary: int) -> Any:
+    """Return a configuration of transformers with the same kind of layers, but few and narrow ones.
+
+    Args:
+        config: of a model, which is not changed.
+        vocabulary: number of its tokenizer's words.
+    """
+    values = config.to_dict()
+    for name in ("layer_types", "rope_parameters", "rope_scaling", "quantization_config"):
+        values.pop(name, None)  # they follow from sizes
+    sizes = {name: value for name, value in SIZES.items() if isinstance(values.get(name), int)}
+    return type(config)(**{**values, **sizes, "vocab_size": vocabulary, "pad_token_id": None})
+
+
+def shard_on_cpus() -> None:
+    """Let Accelerate shard with FSDP2 on CPUs, for which it has no name of its own; before a Trainer is made.
+
+    Its process group, of gloo, exists already, so that the name of another device changes nothing else.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if PartialState().distributed_type == DistributedType.MULTI_CPU:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU

@@ -1,0 +1,73 @@
+"""Ending a run of a Trainer on SIGTERM with a checkpoint: after the same step on all ranks.
+
+The Trainer's own `enable_jit_checkpoint` lets each rank decide by itself: ranks that save after different steps wait
+for each other forever.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, Self
+
+import torch
+from torch import distributed as dist
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        f"superadam.integrations.stopping needs transformers ({error}); install superadam[finetune]"
+    ) from error
+
+
+class SavesOnSignal(TrainerCallback):
+    """Lets a Trainer save and stop at the end of a step after SIGTERM has come to any of its ranks.
+
+    A context manager around `trainer.train()`, in the main thread. Ranks agree through a group of gloo of their own,
+    whose answer is awaited a step later, so that no device waits: they stop after the step that follows the signal.
+
+    Args:
+        trainer: of transformers, or derived from it.
+
+    Attributes:
+        has_stopped: whether training was ended before its last step; the checkpoint is there then.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.has_stopped = False
+        self._trainer = trainer
+        self._is_asked = False
+        self._group: dist.ProcessGroup | None = None
+        self._answer: tuple[torch.Tensor, Any] | None = None
+        self._before: Any = signal.SIG_DFL
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+        self._trainer.add_callback(self)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._trainer.remove_callback(self)
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, *_: object) -> None:
+        self._is_asked = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save and stop, if a rank was asked to; not after the last step, which ends training anyway."""
+        if self._agreed() and state.global_step < state.max_steps:
+            self.has_stopped = control.should_save = control.should_training_stop = True
+
+    def _agreed(self) -> bool:
+        """Whether some rank had been asked one step ago; of one rank, whether it is asked now."""
+        if self._group is None:
+            return self._is_asked
+        answer, asked = self._answer, torch.tensor([int(self._is_asked)])
+        self._answer = asked, dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if answer is None:
+            return False
+        value, work = answer
+        work.wait()
+        return bool(value.item())

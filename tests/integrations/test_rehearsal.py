@@ -1,0 +1,74 @@
+"""A rehearsal trains a small model of the kind that was asked for; ranks that would not be sharded are refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import support.frameworks  # noqa: F401 - nothing is looked up in a network
+import torch
+from support.presets import PRESETS
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("trl")
+
+from superadam.integrations import rehearsal  # noqa: E402
+from superadam.integrations.fine_tuning import RefusedError, check_ranks  # noqa: E402
+from superadam.integrations.transformers import _check_way_of_training  # noqa: E402
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_small_model_has_the_layers_of_the_large_one(name: str) -> None:
+    config = PRESETS[name].config
+    before = copy.deepcopy(config.to_dict())
+    with torch.device("meta"):
+        small = transformers.AutoModelForCausalLM.from_config(rehearsal.small(config, 100))
+        large = transformers.AutoModelForCausalLM.from_config(config)
+    assert config.to_dict() == before
+    assert sum(one.numel() for one in small.parameters()) < 1e6 < sum(one.numel() for one in large.parameters())
+    names = {one for one, _ in large.named_parameters()}
+    assert {one for one, _ in small.named_parameters()} == {
+        one for one in names if one.split(".layers.")[-1][:2] in ("0.", "1.") or ".layers." not in one
+    }
+
+
+@pytest.mark.parametrize("words", [[], ["--rehearse", "false"], ["--rehearse=False"], ["--max_steps", "9"]])
+def test_words_stay_where_no_rehearsal_is_asked_for(words: list[str]) -> None:
+    assert rehearsal.words(words) == words
+
+
+@pytest.mark.parametrize(
+    "words", [["--rehearse"], ["--rehearse", "--use_cpu"], ["--rehearse=true"], ["--rehearse", "1"]]
+)
+def test_what_is_given_counts_more_than_what_a_rehearsal_sets(words: list[str]) -> None:
+    made = rehearsal.words(["--max_steps", "9", *words])
+    assert made.index("4") == made.index("--max_steps") + 1 < made.index("9")
+
+
+def ranks(device: str = "cpu", **fields: Any) -> Any:
+    return SimpleNamespace(world_size=2, device=torch.device(device), fsdp=None, **fields)
+
+
+@pytest.mark.parametrize("variable", ["", "false"])
+def test_ranks_without_fsdp2_are_told_how_to_start(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", variable)
+    with pytest.raises(RefusedError, match="2 ranks were started without FSDP2; start them with accelerate launch"):
+        check_ranks(ranks(), superadam=True, rehearses=True)
+    check_ranks(ranks(), superadam=False, rehearses=False)
+
+
+def test_ranks_that_were_started_so_are_not_told_to_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(RefusedError, match=r"shards no model on CPUs, .*; add --rehearse, or use GPUs"):
+        check_ranks(ranks(), superadam=True, rehearses=False)
+    check_ranks(ranks(), superadam=True, rehearses=True)
+    check_ranks(ranks("meta"), superadam=True, rehearses=False)
+    mode = transformers.training_args.ParallelMode.DISTRIBUTED
+    trainer: Any = SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, args=ranks(parallel_mode=mode))
+    with pytest.raises(RuntimeError, match=r"shards no model on CPUs, .*; call shard_on_cpus\(\)"):
+        _check_way_of_training(trainer)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with pytest.raises(RuntimeError, match=r"would use DistributedDataParallel, .*; train on several GPUs with FSDP2"):
+        _check_way_of_training(trainer)
