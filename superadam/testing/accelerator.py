@@ -322,6 +322,9 @@ class SimulatedAccelerator:
     def backend(self, device: object) -> SimpleNamespace:
         return SimpleNamespace(backend=Backend.INTERPRETER)
 
+    def reaches(self, host: Tensor, device: object) -> bool:
+        return self.is_pinned(host)
+
     def pack_gradients(
         self,
         gradients: Sequence[Tensor],
