@@ -14,6 +14,7 @@ from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
 
 SEEDS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 24
@@ -154,3 +155,20 @@ def differs(seed: int) -> bool:
 @pytest.mark.slow
 def test_training_has_the_bits_of_the_host() -> None:
     assert [seed for seed in range(SEEDS) if differs(seed)] == []
+
+
+def test_samples_wait_for_what_another_stream_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on another stream takes no parameter for written to that is being written."""
+    looked: list[Any] = []
+    monkeypatch.setattr(Samples, "_written", lambda _, pieces: looked.append(pieces) or [])
+    for seed in range(4):
+        device = SimulatedDevice(seed, 0.0)
+        with device.computing():
+            parameter = nn.Parameter(device.there(torch.ones(600, dtype=torch.bfloat16)))
+            optimizer = SpeculativeCPUAdamW([parameter], lr=0.5)
+            with OffloadScheduler(optimizer, nn.ParameterList([parameter]), device=device, num_threads=1):
+                for step in range(4):
+                    device.switch(step % 2)
+                    (parameter * device.there(torch.ones(600, dtype=torch.bfloat16))).sum().backward()
+                    optimizer.step()
+    assert looked == []
