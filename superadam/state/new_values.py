@@ -134,8 +134,9 @@ class NewValues:
 
     def settle(self) -> None:
         """Return when everything that was published has arrived, so that the host can read parameters."""
-        self.follow()
         self.device.record(Stream.CURRENT).synchronize()
+        if self._published is not None:  # perhaps on the current stream of another thread
+            self._published.synchronize()
 
     def room_on_device(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device, or None where it has none."""

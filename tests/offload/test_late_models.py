@@ -84,7 +84,8 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
         "master": choices.choice(["fp32", "24bit"]),
     }
     hidden = ["master"] if dtype == torch.float32 else []  # on the host the parameter is its own
-    micro_batches, announces = choices.choice([1, 1, 2]), choices.choice([False, True])
+    micro_batches, announces = choices.choice([1, 1, 2, 3]), choices.choice([False, True])
+    sum_dtype = choices.choice([None, torch.float32]) if announces else None
     actions = [
         choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"])
         for _ in range(STEPS)
@@ -104,7 +105,9 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
             parameter.data = there(parameter)
         optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
         overlap = elsewhere = None
-        if device is not None:
+        if device is None and sum_dtype is not None:  # what is summed in another dtype needs a scheduler
+            overlap = OffloadScheduler(optimizer, model, num_threads=1)
+        elif device is not None:
             elsewhere = Elsewhere(device, model, seed) if has_streams else None
             overlap = OffloadScheduler(optimizer, model, device=device, num_threads=1, **scheduled)
             if elsewhere is not None:
@@ -114,7 +117,9 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                 for micro in range(micro_batches):
                     tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(10 * step + micro))
                     is_last = micro == micro_batches - 1
-                    with nullcontext() if is_last or not announces or overlap is None else overlap.accumulate():
+                    with (
+                        nullcontext() if is_last or not announces or overlap is None else overlap.accumulate(sum_dtype)
+                    ):
                         loss = model(there(tokens)).float().square().mean()
                         loss.backward()
                 if elsewhere is not None:
@@ -128,7 +133,7 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                     seen += [bool(one.isfinite().all()) for one in gradients]
                 elif action == "inf":
                     gradients[1].fill_(torch.inf)
-                elif action == "place" and overlap is not None:
+                elif action == "place" and overlap is not None and device is not None:
                     overlap.place(gpu_buckets=choices.choice([0, 1, 3]))
                 elif action == "roll back":
                     optimizer.rollback()
@@ -172,3 +177,20 @@ def test_samples_wait_for_what_another_stream_publishes(monkeypatch: pytest.Monk
                     (parameter * device.there(torch.ones(600, dtype=torch.bfloat16))).sum().backward()
                     optimizer.step()
     assert looked == []
+
+
+def test_backward_waits_for_no_micro_batch_that_is_summed_on_the_host() -> None:
+    device = SimulatedDevice(0, 0.0)
+    with device.computing():
+        model = nn.Linear(4, 3, dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data = device.there(parameter)
+        optimizer = SpeculativeCPUAdamW(model.parameters())
+        with OffloadScheduler(optimizer, model, device=device, num_threads=1) as overlap:
+            first = model(device.there(torch.ones(2, 4, dtype=torch.bfloat16))).sum()
+            queued = len(device.accelerator.first.operations)
+            with overlap.accumulate(torch.float32):
+                first.backward()
+                model(device.there(torch.ones(2, 4, dtype=torch.bfloat16))).sum().backward()
+            assert len(device.accelerator.first.operations) > queued > 0
+            assert all(bool((parameter.grad == 4).all()) for parameter in model.parameters())
