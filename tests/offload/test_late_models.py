@@ -84,13 +84,13 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
         "master": choices.choice(["fp32", "24bit"]),
     }
     hidden = ["master"] if dtype == torch.float32 else []  # on the host the parameter is its own
-    micro_batches, announces = choices.choice([1, 1, 2, 3]), choices.choice([False, True])
+    micro_batches, announces = choices.choice([1, 1, 1, 2, 3]), choices.choice([False, True])
     sum_dtype = choices.choice([None, torch.float32]) if announces else None
     actions = [
         choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"])
         for _ in range(STEPS)
     ]
-    has_streams, seed = micro_batches == 1 and choices.random() < 0.5, choices.random()
+    has_streams, seed = micro_batches == 1 and choices.random() < 0.9, choices.random()
     scheduled = {
         "bucket_numel": choices.choice([1, 100, 700, 10**6]),
         "gpu_buckets": choices.choice([0, 0, 1, 2, 100]),
