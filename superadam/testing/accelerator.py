@@ -122,8 +122,9 @@ class Block:
     ends: tuple[SimulatedEvent, ...] = ()
 
     def fill(self) -> None:
-        """Let it hold NaN."""
+        """Let it hold NaN from now on."""
         self.memory.fill(0xFF)
+        self.stream.accelerator.filled.append(self.memory)
 
 
 class SimulatedAccelerator:
@@ -140,6 +141,7 @@ class SimulatedAccelerator:
         self.shuffled = self.random.choice([1.0, 1.0, 0.02])
         self.is_late = False
         self.blocks: dict[int, Block] = {}  # by address
+        self.filled: collections.deque[np.ndarray[Any, Any]] = collections.deque(maxlen=1000)  # memory that was freed
         self.registered: dict[int, int] = {}  # sizes of pinned memory, by address
         self.streams: list[SimulatedStream] = []  # in the order of their ranks
         self.first = self.Stream()  # of the model
@@ -216,6 +218,8 @@ class SimulatedAccelerator:
         """Run everything that was enqueued."""
         while self.run_one():
             pass
+        if any((memory != 0xFF).any() for memory in self.filled):
+            raise RuntimeError("memory of the simulated device was written to after it was free")
 
     def run_until(self, event: SimulatedEvent) -> None:
         """Run operations until the event has passed."""

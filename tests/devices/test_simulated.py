@@ -268,3 +268,14 @@ def test_seeded_worker_does_idle_work_as_long_as_there_is_some() -> None:
         SimulatedDevice(seed).start_worker(work).wake()
         amounts.add(left[0])
     assert amounts == {3, 2, 1, 0}
+
+
+def test_what_is_written_to_memory_that_was_freed_is_told() -> None:
+    device = lazy()
+    tensor = device.empty(3, torch.float32, Stream.UPLOAD)
+    late = device.accelerator.alias(tensor)
+    del tensor
+    device.finish()
+    late.zero_()
+    with pytest.raises(RuntimeError, match="written to after it was free"):
+        device.finish()
