@@ -129,7 +129,8 @@ class CudaDevice(Device):
 
     def _reaches(self, source: Tensor, target: Tensor) -> bool:
         """Whether kernels reach both; host memory beyond what was reserved is not pinned."""
-        return target.device == self.device and (source.device == self.device or source.is_pinned())
+        is_here = source.device == self.device
+        return target.device == self.device and (is_here or self._gpu.reaches(source, self.device))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.pinned.empty(numel, dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 from superadam.host.memory import gigabytes, lockable_bytes
 
 PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the same sizes recur and gaps fit again
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+PORTABLE, MAPPED = 1, 2  # cudaHostRegister...: pinned for every device of the process, and kernels may read it
 
 _logger = logging.getLogger("superadam")
 _left_to_parent: list[mmap.mmap] = []
@@ -48,7 +48,7 @@ class CudaRegistrar:
         self._device, self._cuda = device, cuda
 
     def register(self, address: int, size: int) -> None:
-        reason = self._refusal("cudaHostRegister", address, size, PORTABLE)
+        reason = self._refusal("cudaHostRegister", address, size, PORTABLE | MAPPED)
         if reason is not None:
             limit = lockable_bytes()
             may_lock = "without limit" if limit is None else f"at most {gigabytes(limit)}"

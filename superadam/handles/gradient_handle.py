@@ -155,7 +155,11 @@ def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
     """Give the handle itself the memory of an ordinary tensor, and return another tensor with that memory."""
     with torch_private.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
         given = memory.detach()
-        torch.Tensor.data.__set__(handle, given)  # type: ignore[attr-defined]
+        try:
+            torch.Tensor.data.__set__(handle, given)  # type: ignore[attr-defined]
+        except RuntimeError:  # torch gives no subclass memory of a PrivateUse1 backend: the handle forwards to `given`
+            if given.layout is not torch.strided or given.device != handle.device:
+                raise
     handle.has_memory = True
     return given
 

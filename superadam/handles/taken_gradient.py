@@ -22,6 +22,7 @@ from torch import Tensor
 
 from superadam.devices.flat import JoinedTensor
 from superadam.distributed import shards
+from superadam.handles.host_sum import HostSum
 from superadam.kernels import native, torch_private
 from superadam.kernels.torch_private import version_of
 
@@ -38,6 +39,10 @@ class GradientHolder:
 
     def _was_given_back(self, taken: TakenGradient) -> None:
         """Called once `.grad` is an ordinary gradient again."""
+
+    def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
+        """Send a new micro-batch to a sum of them on the host; return whether that is how it gets there."""
+        return False
 
     def unrounded(self, new: Tensor) -> Tensor:
         """Return the unrounded values, if known, of a gradient that is being added to one that was taken."""
@@ -156,6 +161,11 @@ class TakenGradient:
     def is_given(self) -> bool:
         """Whether the gradient was given back."""
         return self.given is not None
+
+    @property
+    def owner(self) -> Any:
+        """What has the parameter; None once it is gone."""
+        return self._owner()
 
     @property
     def parameter(self) -> Tensor | None:
@@ -296,13 +306,28 @@ class TakenGradient:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
         if self.factors:
             self.pending, self.factors = self.scaled(), ()
-        pending = self.ready()
-        new = self.holder.unrounded(new).detach().to(pending.device, pending.dtype)
-        self.pending = pending + new if self.in_use else pending.add_(new)
+        if self.in_use:
+            self.pending = self.ready().clone()
+        self._add(self.holder.unrounded(new).detach())
         self._flat = None
         self.in_use = False
         self.norm = None
         self.version += 1
+
+    def become_sum(self, total: Tensor) -> None:
+        """Move into memory on the host, in its dtype, to which further micro-batches are added."""
+        gradient, self.pending, self.is_unrounded = self.ready(), total, True
+        self._add(gradient.detach(), is_empty=True)
+
+    def _add(self, new: Tensor, *, is_empty: bool = False) -> None:
+        known = self.arrived
+        total = known if isinstance(known, HostSum) else HostSum(self.ready(), is_empty=is_empty)
+        if self.holder._adds(total, self, new):
+            self.arrived = total
+        elif is_empty:
+            self.pending.copy_(new)
+        else:
+            self.ready().add_(new.to(self.pending.device, self.pending.dtype))
 
     def zero(self) -> None:
         """Become zeros, in memory of their own."""

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
@@ -110,11 +111,11 @@ class Bucketer:
         if taken is None:
             return []
         if made is not None and self._device.is_host(taken.pending):
-            taken.arrived, made = made, None
+            taken.arrived, made = taken.arrived or made, None  # a sum's event is its own
         if not is_last:
             if made is not None:
                 self._device.wait(Stream.CURRENT, made)
-            taken.pending, taken.is_unrounded = state.host_copy(taken.ready(), state.dtype), True
+            taken.become_sum(torch.empty_strided(state.shape, state.strides, dtype=state.dtype, device="cpu"))
             return []
         self._taken[key] = weakref.ref(taken)
         full: list[Bucket | None] = []

@@ -9,19 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.devices.worker import Worker, WorkerError
+from superadam.handles.host_sum import HostSum
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.torch_private import is_short_of_memory
 from superadam.offload.autotune import Autotuner, Work
 from superadam.offload.buckets import Bucket
 from superadam.offload.prediction import Predictor
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers, norm_in
-from superadam.state.parameter import Pending, Phase, Piece
+from superadam.state.parameter import ParameterState, Pending, Phase, Piece
 from superadam.step.outcome import Applied
 from superadam.step.transaction import Transaction
 
@@ -80,12 +83,26 @@ class Pipeline:
         self._statistics.buckets += 1
         self._worker.submit(job)
 
+    def add(self, total: HostSum, state: ParameterState | None, gradient: Tensor) -> bool:
+        """Let the worker add a gradient on the device to a sum on the host; return whether it can."""
+        is_sent = self._device.has_link and self._device.is_host(total.total) and not self._device.is_host(gradient)
+        if state is None or not is_sent:
+            return False
+        try:
+            total.add(*self._transfers.send_one(state, gradient))
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            return False
+        self._worker.submit(functools.partial(self._wait_for, total))
+        return True
+
     def _add_resident(
         self,
         transaction: Transaction,
         pending: Mapping[Piece, Pending],
         arrived: Event,
-        norms: list[torch.Tensor],
+        norms: list[Tensor],
         sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
+from superadam.handles.host_sum import HostSum
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
@@ -297,6 +298,10 @@ class OffloadScheduler(GradientHolder):
 
     def _norm_was_asked(self, taken: TakenGradient) -> None:
         self._transfers.computes_norms = self._device.has_link
+
+    def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
+        with self._lock:
+            return self._pipeline is not None and self._pipeline.add(total, taken.owner, new)
 
     def _was_given_back(self, taken: TakenGradient) -> None:
         self.statistics.given_back_gradients += self._bucketer.forget(taken)

@@ -29,7 +29,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.new_values import NewValues, Shadow
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import Pending, Piece, Slot
+from superadam.state.parameter import ParameterState, Pending, Piece, Slot
 
 
 class _HeldBytes:
@@ -251,6 +251,12 @@ class Transfers(NewValues):
             norms = norms_of((taken.pending, taken.norm_dtype) for taken in group)
             for taken, norm in zip(group, norms, strict=True):
                 taken.norm = norm
+
+    def send_one(self, state: ParameterState, gradient: Tensor) -> tuple[Tensor, Event]:
+        """Start the download of one gradient as it is; return where it arrives on the host, and its event."""
+        layout = self._layout_of((state,))
+        hosts, arrived = self._send_to_host([self.device.pack([gradient], layout, gradient.dtype)])
+        return layout.views(hosts[0])[0], arrived
 
     def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         device = self.device

@@ -127,6 +127,11 @@ class NewValues:
                 shadow.keep_published()
         self._published = self.device.record(Stream.CURRENT)
 
+    def follow(self) -> None:
+        """Let the current stream read parameters: behind what was published, perhaps on another one."""
+        if self._published is not None:
+            self.device.wait(Stream.CURRENT, self._published)
+
     def settle(self) -> None:
         """Return when everything that was published has arrived, so that the host can read parameters."""
         self.device.record(Stream.CURRENT).synchronize()

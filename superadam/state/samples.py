@@ -68,6 +68,7 @@ class Samples:
             found = [row for row in found if table.is_home(table.states[row])]
         staged = table.rows_in_pieces(rows[table.is_staged[rows]])
         if len(staged):
+            table.new_values.follow()
             if not everything and len(staged) > STAGED_ROWS:
                 begin = STAGED_ROWS * int(table.steps[table.owners[staged]].max()) % len(staged)
                 staged = np.roll(staged, -begin)[:STAGED_ROWS]
@@ -93,7 +94,7 @@ class Samples:
     def _sampled(self, pieces: Sequence[Piece]) -> list[int]:
         """Return the parameters' rows of which samples differ, after one copy to the host for each kind of parameter.
 
-        The copy follows on the current stream what was published there, so that nothing else has to be waited for.
+        The copy follows on the current stream what was published, so that nothing else has to be waited for.
         """
         kinds = defaultdict[object, list[tuple[int, Tensor, list[Tensor]]]](list)
         for piece in pieces:

@@ -68,9 +68,10 @@ class SimulatedEvent:
 
 @dataclass(eq=False, slots=True)
 class SimulatedStream:
-    """A queue of what runs once the events before it have passed."""
+    """A queue of what runs once the events before it have passed; one that `is_passing` ends with its operation."""
 
     accelerator: SimulatedAccelerator
+    is_passing: bool = False
     operations: collections.deque[tuple[Callable[[], object], tuple[SimulatedEvent, ...]]] = field(
         default_factory=collections.deque
     )
@@ -117,12 +118,13 @@ class Block:
     stream: SimulatedStream
     is_on_host: bool
     lease: Lease
-    used_by: set[SimulatedStream] = field(default_factory=set)
+    used_by: list[SimulatedStream] = field(default_factory=list)
     ends: tuple[SimulatedEvent, ...] = ()
 
     def fill(self) -> None:
-        """Let it hold NaN."""
+        """Let it hold NaN from now on."""
         self.memory.fill(0xFF)
+        self.stream.accelerator.filled.append(self.memory)
 
 
 class SimulatedAccelerator:
@@ -135,10 +137,13 @@ class SimulatedAccelerator:
     def __init__(self, seed: int, eagerness: float) -> None:
         self.random, self.eagerness = random.Random(seed), eagerness
         self.lock = threading.RLock()  # backwards may run in several threads
+        # The chance that streams change ranks before an operation: where it is small, a low one is late for long.
+        self.shuffled = self.random.choice([1.0, 1.0, 0.02])
         self.is_late = False
         self.blocks: dict[int, Block] = {}  # by address
+        self.filled: collections.deque[np.ndarray[Any, Any]] = collections.deque(maxlen=1000)  # memory that was freed
         self.registered: dict[int, int] = {}  # sizes of pinned memory, by address
-        self.streams: list[SimulatedStream] = []
+        self.streams: list[SimulatedStream] = []  # in the order of their ranks
         self.first = self.Stream()  # of the model
         self._freed: collections.deque[Lease] = collections.deque()  # appended to in any thread, at any moment
         self._local = threading.local()
@@ -146,8 +151,9 @@ class SimulatedAccelerator:
     # ---- as torch.cuda -----------------------------------------------------------------------------------------------
 
     def Stream(self, device: object = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
-        self.streams.append(SimulatedStream(self))
-        return self.streams[-1]
+        stream = SimulatedStream(self)
+        self.streams.append(stream)
+        return stream
 
     def Event(self, blocking: bool = False) -> SimulatedEvent:  # noqa: N802
         return SimulatedEvent(self)
@@ -192,15 +198,16 @@ class SimulatedAccelerator:
         """Run something that may run; return whether there was anything."""
         with deferred_signals(), self.lock:  # signals do not interrupt a device
             self.collect()
-            able = [
-                stream.operations
-                for stream in self.streams
-                if stream.operations and all(event.has_passed for event in stream.operations[0][1])
-            ]
-            if able:
-                with ordinary_tensors():
-                    self.random.choice(able).popleft()[0]()
-        return bool(able)
+            if self.random.random() < self.shuffled:
+                self.random.shuffle(self.streams)
+            for stream in self.streams:
+                if stream.operations and all(event.has_passed for event in stream.operations[0][1]):
+                    with ordinary_tensors():
+                        stream.operations.popleft()[0]()
+                    if stream.is_passing:
+                        self.streams.remove(stream)
+                    return True
+        return False
 
     def progress(self) -> None:
         """Run operations for as long as the seed says."""
@@ -211,6 +218,8 @@ class SimulatedAccelerator:
         """Run everything that was enqueued."""
         while self.run_one():
             pass
+        if any((memory != 0xFF).any() for memory in self.filled):
+            raise RuntimeError("memory of the simulated device was written to after it was free")
 
     def run_until(self, event: SimulatedEvent) -> None:
         """Run operations until the event has passed."""
@@ -236,8 +245,10 @@ class SimulatedAccelerator:
         """Fill what was dropped, each block when its stream and those that have used it have come that far."""
         while self._freed:
             block = self.blocks.pop(self._freed.popleft().address)
-            block.ends = tuple([stream.end() for stream in block.used_by])
-            block.stream.operations.append((block.fill, block.ends))
+            block.ends = tuple([stream.end() for stream in dict.fromkeys(block.used_by)])
+            filling = SimulatedStream(self, is_passing=True)  # nothing else waits for that
+            filling.operations.append((block.fill, (block.stream.end(), *block.ends)))
+            self.streams.insert(self.random.randrange(len(self.streams) + 1), filling)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """Return the memory of a tensor that was allocated here."""
@@ -321,6 +332,9 @@ class SimulatedAccelerator:
 
     def backend(self, device: object) -> SimpleNamespace:
         return SimpleNamespace(backend=Backend.INTERPRETER)
+
+    def reaches(self, host: Tensor, device: object) -> bool:
+        return self.is_pinned(host)
 
     def pack_gradients(
         self,

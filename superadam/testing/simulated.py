@@ -135,7 +135,7 @@ class SimulatedDevice(CudaDevice):
     def _keep_for(self, tensor: Tensor, stream: Any) -> None:
         block = self.accelerator.block_of(tensor)
         if block is not None and block.stream is not stream:
-            block.used_by.add(stream)
+            block.used_by.append(stream)
 
     def _settle(self) -> None:
         """Let a model that computes at once find what was enqueued to its stream."""

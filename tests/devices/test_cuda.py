@@ -5,6 +5,7 @@ Everything that does not look at a made-up torch.cuda also runs on every GPU tha
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -27,7 +28,8 @@ from superadam.devices import CudaDevice, Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.slab import CudaRegistrar, PinningError, Slab
-from superadam.gpu import scatter_values
+from superadam.gpu import reaches, scatter_values
+from superadam.gpu.scatter import _runtime
 from superadam.host.memory import HostNeeds
 from superadam.kernels.native import chunk_count
 from superadam.kernels.resident_step import ResidentStep
@@ -194,15 +196,39 @@ def test_parameters_may_differ_from_their_sources_in_dtype_and_layout(cuda):
         assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_kernels_are_given_no_pageable_memory(cuda, monkeypatch, is_pinned):
+@pytest.mark.parametrize(
+    ("is_pinned", "moved_by", "is_given"),
+    [(False, 0, False), (True, 0, True), (True, 4096, False), (True, None, False), (True, "unknown", False)],
+)
+def test_kernels_are_given_no_memory_that_the_device_has_elsewhere(cuda, monkeypatch, is_pinned, moved_by, is_given):
+    """Pageable memory, and registered memory of which the runtime tells another address, or none; copies read it."""
     device = FakeDevice(cuda)
-    device.device = torch.device("meta")
-    given = []
+    source, errors, given = torch.ones(3), [], []
+
+    def pointer_of(target: Any, address: ctypes.c_void_p, flags: ctypes.c_uint) -> int:
+        target._obj.value = address.value + (moved_by or 0)
+        return 0 if moved_by is not None else 1
+
+    functions = [] if moved_by == "unknown" else [(pointer_of, lambda: errors.append(1))]
+    monkeypatch.setattr("superadam.gpu.scatter._runtime", lambda: functions)
     monkeypatch.setattr("superadam.gpu.scatter_values", lambda sources, *_: given.extend(sources))
     monkeypatch.setattr(Tensor, "is_pinned", lambda _: is_pinned)
-    device.scatter([torch.ones(3)], [torch.empty(3, device="meta")])
-    assert len(given) == is_pinned
+    device.device = torch.device("meta")
+    device.scatter([source], [torch.empty(3, device="meta")])
+    assert len(given) == is_given
+    assert len(errors) == (moved_by is None)
+
+
+def test_pinned_memory_is_asked_to_be_mapped_for_every_device(cuda, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *arguments: asked.append(arguments) or 0)
+    CudaRegistrar(torch.device("cuda:0")).register(4096, 8192)
+    assert asked == [(4096, 8192, 1 | 2)]
+
+
+def test_without_a_runtime_nothing_is_reached():
+    if torch.version.cuda is None and torch.version.hip is None:
+        assert _runtime() == []
 
 
 def test_only_cuda_devices_are_taken():
@@ -374,6 +400,7 @@ def test_reserved_memory_is_pinned_for_torch(gpu):
     device.reserve(HostNeeds(pending=1 << 20, largest=1 << 16))
     assert device.host_empty(1000, torch.float32).is_pinned()
     assert device.pinned.pageable_bytes == 0
+    assert reaches(device.host_empty(1000, torch.float32), device.device) or torch.version.hip
     assert not device.host_empty(1 << 22, torch.float32).is_pinned()
     device.close()
 

@@ -129,9 +129,9 @@ def test_every_order_that_events_allow_comes_with_some_seed_and_the_same_with_on
         device.finish()
         return "".join(order)
 
-    runs = [run(seed) for seed in range(60)]
+    runs = [run(seed) for seed in range(200)]
     assert set(runs) == expected
-    assert runs == [run(seed) for seed in range(60)]
+    assert runs == [run(seed) for seed in range(200)]
 
 
 def test_streams_that_wait_in_a_circle_are_told() -> None:
@@ -268,3 +268,14 @@ def test_seeded_worker_does_idle_work_as_long_as_there_is_some() -> None:
         SimulatedDevice(seed).start_worker(work).wake()
         amounts.add(left[0])
     assert amounts == {3, 2, 1, 0}
+
+
+def test_what_is_written_to_memory_that_was_freed_is_told() -> None:
+    device = lazy()
+    tensor = device.empty(3, torch.float32, Stream.UPLOAD)
+    late = device.accelerator.alias(tensor)
+    del tensor
+    device.finish()
+    late.zero_()
+    with pytest.raises(RuntimeError, match="written to after it was free"):
+        device.finish()

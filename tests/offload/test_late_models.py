@@ -14,6 +14,7 @@ from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
 
 SEEDS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 24
@@ -64,6 +65,8 @@ class Elsewhere:
         self.device.switch(self.choices.randrange(3))
         stream = self.device.accelerator.current_stream()
         stream.wait_stream(self.first)
+        for _ in range(self.choices.choice([0, 50])):  # of other work, so that some gradients are much later
+            stream.enqueue(bool)
         parameter.grad = gradient * 1
         self.device._keep_for(gradient, stream)
 
@@ -83,14 +86,15 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
         "master": choices.choice(["fp32", "24bit"]),
     }
     hidden = ["master"] if dtype == torch.float32 else []  # on the host the parameter is its own
-    micro_batches, announces = choices.choice([1, 1, 2]), choices.choice([False, True])
+    micro_batches, announces = choices.choice([1, 1, 1, 2, 3]), choices.choice([False, True])
+    sum_dtype = choices.choice([None, torch.float32]) if announces else None
     actions = [
         choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"])
         for _ in range(STEPS)
     ]
-    has_streams, seed = micro_batches == 1 and choices.random() < 0.5, choices.random()
+    has_streams, seed = micro_batches == 1 and choices.random() < 0.9, choices.random()
     scheduled = {
-        "bucket_numel": choices.choice([1, 100, 700, 10**6]),
+        "bucket_numel": choices.choice([1, 100, 700, 700, 10**6]),
         "gpu_buckets": choices.choice([0, 0, 1, 2, 100]),
     }
     if isinstance(device, ShortDevice) and scheduled["gpu_buckets"] == 0 and "place" not in actions:
@@ -103,7 +107,9 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
             parameter.data = there(parameter)
         optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
         overlap = elsewhere = None
-        if device is not None:
+        if device is None and sum_dtype is not None:  # what is summed in another dtype needs a scheduler
+            overlap = OffloadScheduler(optimizer, model, num_threads=1)
+        elif device is not None:
             elsewhere = Elsewhere(device, model, seed) if has_streams else None
             overlap = OffloadScheduler(optimizer, model, device=device, num_threads=1, **scheduled)
             if elsewhere is not None:
@@ -113,7 +119,9 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                 for micro in range(micro_batches):
                     tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(10 * step + micro))
                     is_last = micro == micro_batches - 1
-                    with nullcontext() if is_last or not announces or overlap is None else overlap.accumulate():
+                    with (
+                        nullcontext() if is_last or not announces or overlap is None else overlap.accumulate(sum_dtype)
+                    ):
                         loss = model(there(tokens)).float().square().mean()
                         loss.backward()
                 if elsewhere is not None:
@@ -127,7 +135,7 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                     seen += [bool(one.isfinite().all()) for one in gradients]
                 elif action == "inf":
                     gradients[1].fill_(torch.inf)
-                elif action == "place" and overlap is not None:
+                elif action == "place" and overlap is not None and device is not None:
                     overlap.place(gpu_buckets=choices.choice([0, 1, 3]))
                 elif action == "roll back":
                     optimizer.rollback()
@@ -147,10 +155,44 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
 
 def differs(seed: int) -> bool:
     """Whether a program sees anything else than on the host."""
-    device = ShortDevice(seed, random.Random(seed).choice([0.0, 0.3, 0.9]))
+    device = ShortDevice(seed, random.Random(seed).choice([0.0, 0.0, 0.1, 0.5]))
     return train(random.Random(seed), device) != train(random.Random(seed), None)
 
 
 @pytest.mark.slow
 def test_training_has_the_bits_of_the_host() -> None:
     assert [seed for seed in range(SEEDS) if differs(seed)] == []
+
+
+def test_samples_wait_for_what_another_stream_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on another stream takes no parameter for written to that is being written."""
+    looked: list[Any] = []
+    monkeypatch.setattr(Samples, "_written", lambda _, pieces: looked.append(pieces) or [])
+    for seed in range(4):
+        device = SimulatedDevice(seed, 0.0)
+        with device.computing():
+            parameter = nn.Parameter(device.there(torch.ones(600, dtype=torch.bfloat16)))
+            optimizer = SpeculativeCPUAdamW([parameter], lr=0.5)
+            with OffloadScheduler(optimizer, nn.ParameterList([parameter]), device=device, num_threads=1):
+                for step in range(4):
+                    device.switch(step % 2)
+                    (parameter * device.there(torch.ones(600, dtype=torch.bfloat16))).sum().backward()
+                    optimizer.step()
+    assert looked == []
+
+
+def test_backward_waits_for_no_micro_batch_that_is_summed_on_the_host() -> None:
+    device = SimulatedDevice(0, 0.0)
+    with device.computing():
+        model = nn.Linear(4, 3, dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data = device.there(parameter)
+        optimizer = SpeculativeCPUAdamW(model.parameters())
+        with OffloadScheduler(optimizer, model, device=device, num_threads=1) as overlap:
+            first = model(device.there(torch.ones(2, 4, dtype=torch.bfloat16))).sum()
+            queued = len(device.accelerator.first.operations)
+            with overlap.accumulate(torch.float32):
+                first.backward()
+                model(device.there(torch.ones(2, 4, dtype=torch.bfloat16))).sum().backward()
+            assert len(device.accelerator.first.operations) > queued > 0
+            assert all(bool((parameter.grad == 4).all()) for parameter in model.parameters())

@@ -23,6 +23,7 @@ from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import WorkerError
+from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.pipeline import Pipeline
 from superadam.state.parameter import ParameterState
@@ -57,19 +58,19 @@ class HostSums(SimulatedDevice):
 
 @pytest.fixture(autouse=True)
 def host_copies_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Note where `host_copy` puts what it returns."""
+    """Note where `host_copy` puts what it returns, and where sums are."""
     addresses: set[int] = set()
-    host_copy = ParameterState.host_copy
+    host_copy, become_sum = ParameterState.host_copy, TakenGradient.become_sum
 
-    def noting(state: ParameterState, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        copied = host_copy(state, tensor, dtype)
-        address = copied.untyped_storage().data_ptr()
+    def noted(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
         if address:  # memory without elements has none
             addresses.add(address)
-            weakref.finalize(copied, addresses.discard, address)
-        return copied
+            weakref.finalize(tensor, addresses.discard, address)
+        return tensor
 
-    monkeypatch.setattr(ParameterState, "host_copy", noting)
+    monkeypatch.setattr(ParameterState, "host_copy", lambda *arguments: noted(host_copy(*arguments)))
+    monkeypatch.setattr(TakenGradient, "become_sum", lambda taken, total: become_sum(taken, noted(total)))
     monkeypatch.setattr(HostSums, "on_host", addresses)
     return iter(())
 
