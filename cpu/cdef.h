@@ -135,11 +135,11 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
 #define SUPERADAM_SAMPLE_BLOCKS 64
 
 /* Finds working copies in host memory, BFLOAT16 or FLOAT16, that are not the rounded master: NaN equals NaN, +0 and -0
- * differ. Looks at parameters[row] and segments[row], of which master, length, format and out_dtype count, for each of
- * `rows`; skips rows of other dtypes and those that lack an array. Compares samples, or every element on at most
+ * differ. Looks at segments[row], of which out, master, length, format and out_dtype count, for each of `rows`; skips
+ * rows of other dtypes and those that lack an array. Compares samples, or every element on at most
  * `threads` threads. Writes the rows that differ to `found`, of `count` entries, and returns their number. */
-int64_t superadam_differing(const superadam_segment *segments, const void *const *parameters, const int64_t *rows,
-                            int64_t count, int everything, int threads, int64_t *found);
+int64_t superadam_differing(const superadam_segment *segments, const int64_t *rows, int64_t count, int everything,
+                            int threads, int64_t *found);
 
 /* Copies bytes[i] bytes from sources[i] to targets[i], one after the other, each on at most `threads` threads. */
 void superadam_copy(void *const *targets, const void *const *sources, const int64_t *bytes, int64_t count, int threads);

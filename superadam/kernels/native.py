@@ -295,7 +295,6 @@ def move_like(
 
 def differing(
     segments: npt.NDArray[Any],
-    parameters: npt.NDArray[np.uint64],
     rows: npt.NDArray[np.int64],
     *,
     everything: bool = False,
@@ -304,8 +303,7 @@ def differing(
     """Return those of `rows` whose working copy, in host memory, is not the rounded master; see `cpu/cdef.h`.
 
     Args:
-        segments: as for `run`; rows without a master are passed over.
-        parameters: address of the working copy of each row; 0 where it is to be passed over.
+        segments: as for `run`, `out` is the working copy; rows without that or a master are passed over.
         rows: which to look at.
         everything: compare every element, not only samples.
         threads: as for `run`.
@@ -313,7 +311,6 @@ def differing(
     found = np.empty(len(rows), np.int64)
     number = lib.superadam_differing(
         ffi.from_buffer("superadam_segment[]", segments),
-        ffi.from_buffer("void *[]", parameters),
         ffi.from_buffer("int64_t[]", rows),
         len(rows),
         everything,
@@ -371,5 +368,6 @@ def usual_float_mode() -> AbstractContextManager[None]:
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:
     """Return `values[0] + values[1] + ...`, added in this order in fp64."""
-    values = np.ascontiguousarray(values, dtype=np.float64)
+    if not values.flags.c_contiguous:
+        values = values.copy()
     return float(lib.superadam_sum(ffi.from_buffer("double[]", values), len(values)))

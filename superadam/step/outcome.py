@@ -56,7 +56,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 def judge(norm: GradientNorm | RanksNorm, max_norm: float | None) -> StepOutcome:
     """Return the outcome of a step whose gradients have this norm; a `max_norm` of None or inf is no limit."""
-    total, count = norm.total, norm.count
+    total, count = norm.totals() if isinstance(norm, GradientNorm) else (norm.total, norm.count)
     if count:
         return StepOutcome(StepKind.SKIPPED, total, 1.0, count)
     clip = clip_coefficient(total, max_norm)

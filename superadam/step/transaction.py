@@ -163,7 +163,7 @@ class Transaction:
             self.table.put_norm(self.table.rows_of(waiting), norm)
         elif waiting:
             gradients = [pending[piece].gradient for piece in waiting]
-            segments = self.table.segments(self.table.rows_of(waiting), gradients)
+            segments = self.table.job(self.table.rows_of(waiting), gradients)
             self.table.compute_norm(segments, num_threads=num_threads)
         for chosen in (alone, fused):
             if chosen:
@@ -242,8 +242,8 @@ class Transaction:
             if written := self._samples.find_written(gradients.rows):
                 self._adopt([self.table.states[row] for row in written])
             begin = self._spent("commit_seconds", begin)
-            if gradients.segments is not None:
-                return self._step_in_place(gradients, gradients.segments, max_norm, begin), None
+            if gradients.are_whole:
+                return self._step_in_place(gradients, max_norm, begin), None
             contributions, others = self._contributions(gradients)
             self._drop(others)
             outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
@@ -260,11 +260,10 @@ class Transaction:
             tell("counting what became of speculation", self._count, accepted, begin)
             return told, applied
 
-    def _step_in_place(
-        self, gradients: StepGradients, segments: Segments, max_norm: float | None, begin: float
-    ) -> StepOutcome:
+    def _step_in_place(self, gradients: StepGradients, max_norm: float | None, begin: float) -> StepOutcome:
         """Make a step of gradients none of which was taken, in one job whatever their number."""
         self._drop(self.in_phase(Phase.SPECULATED))
+        segments = gradients.job(self.table)
         try:
             self.table.compute_norm(segments)
             outcome = judge(self._over_ranks(Question.STEP, self.table.norm, max_norm), max_norm)
@@ -272,7 +271,8 @@ class Transaction:
             self.table.norm.clear()
         begin = self._spent("norm_seconds", begin)
         if outcome.kind is not StepKind.SKIPPED:
-            self._make_ready(gradients.states, gradients.rows, gradients.runs)
+            if self._make_ready(gradients.states, gradients.rows, gradients.runs):
+                segments = gradients.job(self.table)
             coefficients, scale = CoefficientTable(), Scale(outcome.clip_coefficient)
             indices = self.table.indices_of_next_step(gradients.rows, gradients.runs, scale, coefficients)
             count = self.table.prepared_count(gradients.rows)
@@ -455,7 +455,7 @@ class Transaction:
 
     def _job(self, contributions: Sequence[_Contribution]) -> tuple[Rows, Segments]:
         rows = self.table.rows_of([one.piece for one in contributions])
-        return rows, self.table.segments(rows, [one.gradient for one in contributions])
+        return rows, self.table.job(rows, [one.gradient for one in contributions])
 
     def _coefficients(self, contributions: Sequence[_Contribution]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
@@ -535,14 +535,14 @@ class Transaction:
     def grad_norm(self, gradients: StepGradients) -> float:
         """Return the norm of these gradients, as a step would judge it."""
         with self._timed("norm_seconds"):
-            if gradients.segments is None:
+            if not gradients.are_whole:
                 contributions, others = self._contributions(gradients)
                 norm = self.table.norm.copy()
                 for piece in others:
                     norm.clear(self.table.chunks_of(piece.row))
                 return self._judge(Question.NORM, contributions, norm, 0.0).grad_norm
             norm = GradientNorm.zeros(len(self.table.norm.sums))
-            self.table.compute_norm(gradients.segments, norm)
+            self.table.compute_norm(gradients.job(self.table), norm)
             return self._over_ranks(Question.NORM, norm, 0.0).total
 
     # ---- outside writes ----------------------------------------------------------------------------------------------
@@ -583,15 +583,16 @@ class Transaction:
 
     def _make_ready(
         self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
-    ) -> None:
-        """Create the state that a step with these hyper-parameters reads and writes."""
+    ) -> bool:
+        """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
         if self.table.are_ready(rows, with_max=any(hyper.amsgrad for hyper, _ in runs)):
-            return
+            return False
         each = [*itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)]
         for state, hyper in zip(states, each, strict=True):
             state.check_largest(is_wanted=hyper.amsgrad)
         for state, hyper in zip(states, each, strict=True):
             self.table.create_state(state, with_max=hyper.amsgrad)
+        return True
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
