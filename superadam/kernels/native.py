@@ -242,13 +242,13 @@ def run(
     if segments.dtype != SEGMENT or coefficients.dtype != COEFFICIENTS:
         raise ValueError("superadam.kernels.native.run takes tables of dtype SEGMENT and COEFFICIENTS")
     code = lib.superadam_run(
-        _isa_rows.get(active_isa() if isa is None else isa, -1),
+        _isa_rows.get(isa or _active or active_isa(), -1),
         int(which),
         ffi.from_buffer("superadam_segment[]", segments),
         len(segments),
         ffi.from_buffer("superadam_coefficients[]", coefficients),
         len(coefficients),
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
     )
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
@@ -276,7 +276,7 @@ def move_like(
     code = lib.superadam_traffic(
         int(which),
         ffi.from_buffer("superadam_segment[]", segments),
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
         burst,
         prefetch,
         stream_out * lib.SUPERADAM_STREAM_OUT | stream_state * lib.SUPERADAM_STREAM_STATE,
@@ -314,7 +314,7 @@ def differing(
         ffi.from_buffer("int64_t[]", rows),
         len(rows),
         everything,
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
         ffi.from_buffer("int64_t[]", found),
     )
     return found[:number]
@@ -336,7 +336,7 @@ def copy(
         ffi.from_buffer("void *[]", sources),
         ffi.from_buffer("int64_t[]", numbers),
         len(numbers),
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
     )
 
 

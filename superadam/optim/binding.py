@@ -427,8 +427,9 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
     if not fingerprints.are_of(parameters):
         return False
     moved = table.look()
-    if any(_is_converted(state, table) for state in moved):
-        return False
+    for state in moved:
+        if _is_converted(state, table):
+            return False
     for state in moved:
         fingerprints.distrust(state.row)
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -202,7 +203,8 @@ class ParameterTable:
 
     def look(self) -> list[ParameterState]:
         """Look at every parameter; return the states of those that have moved, whose pointers are no longer used."""
-        found = [self.states[row] for row in self.fingerprints.look()]
+        rows = self.fingerprints.look()
+        found = [self.states[row] for row in rows] if rows else []
         for state in found:
             for piece in (state, *state.cuts):
                 self._rows[piece.row]["master" if state.is_own_master else "out"] = 0
@@ -250,12 +252,11 @@ class ParameterTable:
 
     def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
         """Whether these rows have everything that a step reads and writes."""
-        needed = ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master")
-        return all(np.count_nonzero(self._column(name, rows)) == len(rows) for name in needed)
-
-    def _column(self, name: str, rows: Rows) -> npt.NDArray[np.uint64]:
-        column: npt.NDArray[np.uint64] = self._rows[name]
-        return column[: len(rows)] if rows is self.all_rows else column[rows]
+        chosen: Any = slice(len(rows)) if rows is self.all_rows else rows
+        for name in ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master"):
+            if np.count_nonzero(self._rows[name][chosen]) < len(rows):
+                return False
+        return True
 
     def job(self, rows: Rows, gradients: Sequence[Tensor], addresses: npt.NDArray[np.uint64] | None = None) -> Segments:
         """Return the job over these rows that reads gradients in the form that kernels read.

@@ -424,10 +424,13 @@ class Transaction:
 
     def _update(self, contributions: Sequence[_Contribution]) -> None:
         """Update parameters in place."""
-        states = [one.piece.state for one in contributions]
-        self._make_ready(states, self.table.rows_of(states), [(one.hyper, 1) for one in contributions])
-        resident = [one for one in contributions if one.is_resident]
-        here = [one for one in contributions if not one.is_resident]
+        states, runs = list[ParameterState](), list[tuple[Hyperparameters, int]]()
+        here, resident = list[_Contribution](), list[_Contribution]()
+        for one in contributions:
+            states.append(one.piece.state)
+            runs.append((one.hyper, 1))
+            (resident if one.is_resident else here).append(one)
+        self._make_ready(states, self.table.rows_of(states), runs)
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
             pieces, gradients = [one.piece for one in resident], [one.gradient for one in resident]
@@ -469,9 +472,15 @@ class Transaction:
 
         Ranks need not all have taken their gradients, so that over several of them the outcome stays as it is.
         """
-        distinct = {one.taken.factors: one.taken for one in contributions if one.taken is not None}
-        factors = {(one.unscale_factor(), _clip_factor(one)) for one in distinct.values()}
-        if len(factors) != 1 or not all(one.waits for one in contributions):
+        distinct: dict[object, TakenGradient] = {}
+        for one in contributions:
+            if not one.waits or one.taken is None:
+                return outcome
+            distinct[one.taken.factors] = one.taken
+        factors = {(1.0, 1.0)}
+        if distinct.keys() != {()}:
+            factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
+        if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()
         self.expected_scale = unscale
@@ -585,7 +594,10 @@ class Transaction:
         self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
     ) -> bool:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
-        if self.table.are_ready(rows, with_max=any(hyper.amsgrad for hyper, _ in runs)):
+        with_max = False
+        for hyper, _ in runs:
+            with_max |= hyper.amsgrad
+        if self.table.are_ready(rows, with_max=with_max):
             return False
         each = [*itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)]
         for state, hyper in zip(states, each, strict=True):
