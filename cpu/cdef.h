@@ -129,6 +129,22 @@ int superadam_isa_status(int isa);
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads);
 
+/* What a step was found to be: the 2-norm of its gradients, how many of their elements are Inf or NaN, by which factor
+ * the gradients were multiplied, and the seconds until that was known. */
+typedef struct {
+    double norm;
+    int64_t nonfinite;
+    double clip;
+    double seconds;
+} superadam_verdict;
+
+/* NORM, then, unless an element is Inf or NaN, UPDATE with the gradients multiplied by min(1, max_norm / (norm + 1e-6)),
+ * rounded to fp32. The segments' `sums` and `nonfinite` are all entries of the arrays of `chunk_count` that are passed
+ * here; these pointers and the coefficients' scale are overwritten. */
+int superadam_step(int isa, superadam_segment *segments, int64_t segment_count, superadam_coefficients *coefficients,
+                   int64_t coefficient_count, const double *sums, const int64_t *nonfinite, int64_t chunk_count,
+                   double max_norm, int threads, superadam_verdict *verdict);
+
 /* Samples of a working copy are blocks of this many adjacent elements, ... */
 #define SUPERADAM_SAMPLE_WIDTH 8
 /* ... at even distances from the first elements to the last: one for each chunk, but at least 2, at most this many. */

@@ -10,7 +10,7 @@ import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -252,6 +252,52 @@ def run(
     )
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
+
+
+class Verdict(NamedTuple):
+    """As `superadam_verdict` in `cpu/cdef.h`."""
+
+    norm: float
+    nonfinite: int
+    clip: float
+    seconds: float
+
+
+def step(
+    segments: npt.NDArray[Any],
+    coefficients: npt.NDArray[Any],
+    sums: npt.NDArray[np.float64],
+    nonfinite: npt.NDArray[np.int64],
+    max_norm: float,
+) -> Verdict:
+    """Take the norm of all gradients, and unless an element is Inf or NaN, clip and update: as `run`, in one call.
+
+    Args:
+        segments: as for `run`; the pointers to `sums` and `nonfinite` are overwritten.
+        coefficients: as for `run`, without a scale, which is overwritten.
+        sums, nonfinite: 1-D C-contiguous arrays with the entries that the segments point to; all others are 0.
+        max_norm: limit of the norm, at least 0; inf for none.
+
+    Raises:
+        ValueError: the table does not fit a pass; nothing was changed but `sums` and `nonfinite`.
+    """
+    verdict = ffi.new("superadam_verdict *")
+    code = lib.superadam_step(
+        _isa_rows[_active or active_isa()],
+        ffi.from_buffer("superadam_segment[]", segments),
+        len(segments),
+        ffi.from_buffer("superadam_coefficients[]", coefficients),
+        len(coefficients),
+        ffi.from_buffer("double[]", sums),
+        ffi.from_buffer("int64_t[]", nonfinite),
+        len(sums),
+        max_norm,
+        _num_threads or get_num_threads(),
+        verdict,
+    )
+    if code != lib.SUPERADAM_OK:
+        raise ValueError(f"superadam: {_ERRORS[code]}")
+    return Verdict(verdict.norm, verdict.nonfinite, verdict.clip, verdict.seconds)
 
 
 def move_like(

@@ -42,7 +42,7 @@ class Fingerprints:
         if self._wholes is not None:
             self._known_versions += self._versions_of_wholes()
         self._seen_versions = self._known_versions.copy()
-        self._may_be_hinted = True  # unless `look` finds that none is, and nothing is known otherwise since then
+        self._may_be_hinted = True  # unless `look` finds that none is, and none is distrusted since then
         self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
 
     def __reduce__(self) -> NoReturn:
@@ -107,7 +107,6 @@ class Fingerprints:
         if place[STORAGE] != known[STORAGE]:  # else it is the same one, whose address cannot have been reused
             self._references[row] = _weak_reference(self._parameters[row], int(place[STORAGE]))
         known[:] = place
-        self._may_be_hinted = True
 
     def distrust(self, row: int) -> None:
         """Make the next look compare values: the master was replaced, so it is unknown who wrote the parameter last."""
@@ -129,7 +128,6 @@ class Fingerprints:
         def bump() -> None:
             torch.autograd.graph.increment_version(bumped)
             self._known_versions[rows] = versions
-            self._may_be_hinted = True
 
         return bump
 

@@ -33,7 +33,7 @@ from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
 from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients
-from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge
+from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
 
 _NOTHING = nullcontext()
 _Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
@@ -263,20 +263,30 @@ class Transaction:
     def _step_in_place(self, gradients: StepGradients, max_norm: float | None, begin: float) -> StepOutcome:
         """Make a step of gradients none of which was taken, in one job whatever their number."""
         self._drop(self.in_phase(Phase.SPECULATED))
-        segments = gradients.job(self.table)
-        try:
-            self.table.compute_norm(segments)
-            outcome = judge(self._over_ranks(Question.STEP, self.table.norm, max_norm), max_norm)
-        finally:
-            self.table.norm.clear()
-        begin = self._spent("norm_seconds", begin)
+        table, rows, runs = self.table, gradients.rows, gradients.runs
+        segments, coefficients = gradients.job(table), CoefficientTable()
+        if self.ranks is None and table.is_reached(rows) and self._is_ready(rows, runs):
+            indices = table.indices_of_next_step(rows, runs, Scale(), coefficients)
+            count = table.prepared_count(rows)
+            limit = math.inf if max_norm is None else max_norm
+            verdict = table.step_at_once(rows, segments, coefficients, indices, limit)
+            outcome = outcome_of(verdict.norm, verdict.nonfinite, verdict.clip)
+            self.statistics.norm_seconds += verdict.seconds
+            begin += verdict.seconds
+        else:
+            try:
+                table.compute_norm(segments)
+                outcome = judge(self._over_ranks(Question.STEP, table.norm, max_norm), max_norm)
+            finally:
+                table.norm.clear()
+            begin = self._spent("norm_seconds", begin)
+            if outcome.kind is not StepKind.SKIPPED:
+                if self._make_ready(gradients.states, rows, runs):
+                    segments = gradients.job(table)
+                indices = table.indices_of_next_step(rows, runs, Scale(outcome.clip_coefficient), coefficients)
+                count = table.prepared_count(rows)
+                table.prepared_update(rows, segments, coefficients, indices)()
         if outcome.kind is not StepKind.SKIPPED:
-            if self._make_ready(gradients.states, gradients.rows, gradients.runs):
-                segments = gradients.job(self.table)
-            coefficients, scale = CoefficientTable(), Scale(outcome.clip_coefficient)
-            indices = self.table.indices_of_next_step(gradients.rows, gradients.runs, scale, coefficients)
-            count = self.table.prepared_count(gradients.rows)
-            self.table.prepared_update(gradients.rows, segments, coefficients, indices)()
             count()
             tell("timing a step", self._spent, "update_seconds", begin)
         return outcome
@@ -590,14 +600,17 @@ class Transaction:
         with self._timed("commit_seconds"):
             self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
+    def _is_ready(self, rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]) -> bool:
+        with_max = False
+        for hyper, _ in runs:
+            with_max |= hyper.amsgrad
+        return self.table.are_ready(rows, with_max=with_max)
+
     def _make_ready(
         self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
     ) -> bool:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
-        with_max = False
-        for hyper, _ in runs:
-            with_max |= hyper.amsgrad
-        if self.table.are_ready(rows, with_max=with_max):
+        if self._is_ready(rows, runs):
             return False
         each = [*itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)]
         for state, hyper in zip(states, each, strict=True):

@@ -182,7 +182,7 @@ def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
 
 def test_nothing_is_left_of_a_look() -> None:
     """Neither a reference to what was looked at, nor to the numbers that it found, nor to the arrays."""
-    tensors, memory, numbers = [nn.Parameter(torch.ones(3)) for _ in range(100)], bytearray(4000), bytearray(800)
+    tensors, memory, numbers = [nn.Parameter(torch.ones(3)) for _ in range(300)], bytearray(12000), bytearray(2400)
     for tensor in tensors:
         tensor.grad = torch.ones(3)
 
@@ -190,11 +190,12 @@ def test_nothing_is_left_of_a_look() -> None:
         _places.look(tensors, memory)
         _places.compare(tensors, memory, numbers)
         _places.gradients(tensors, numbers, numbers)
-        memory[:] = bytes(4000)  # other places than those of the tensors
+        memory[:] = bytes(12000)  # other places than those of the tensors
         _places.compare(tensors, memory, numbers)
 
     look()
     counts = [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)]
+    falses = sys.getrefcount(False)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -205,6 +206,7 @@ def test_nothing_is_left_of_a_look() -> None:
         tracemalloc.stop()
     assert after - before < 2000
     assert [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)] == counts
+    assert sys.getrefcount(False) < falses + 100
     memory.append(0)  # which an array that refers to it would refuse
     numbers.append(0)
 
