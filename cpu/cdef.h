@@ -129,17 +129,33 @@ int superadam_isa_status(int isa);
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads);
 
+/* What a step was found to be: the 2-norm of its gradients, how many of their elements are Inf or NaN, by which factor
+ * the gradients were multiplied, and the seconds until that was known. */
+typedef struct {
+    double norm;
+    int64_t nonfinite;
+    double clip;
+    double seconds;
+} superadam_verdict;
+
+/* NORM, then, unless an element is Inf or NaN, UPDATE with the gradients multiplied by min(1, max_norm / (norm + 1e-6)),
+ * rounded to fp32. The segments' `sums` and `nonfinite` are all entries of the arrays of `chunk_count` that are passed
+ * here; these pointers and the coefficients' scale are overwritten. */
+int superadam_step(int isa, superadam_segment *segments, int64_t segment_count, superadam_coefficients *coefficients,
+                   int64_t coefficient_count, const double *sums, const int64_t *nonfinite, int64_t chunk_count,
+                   double max_norm, int threads, superadam_verdict *verdict);
+
 /* Samples of a working copy are blocks of this many adjacent elements, ... */
 #define SUPERADAM_SAMPLE_WIDTH 8
 /* ... at even distances from the first elements to the last: one for each chunk, but at least 2, at most this many. */
 #define SUPERADAM_SAMPLE_BLOCKS 64
 
 /* Finds working copies in host memory, BFLOAT16 or FLOAT16, that are not the rounded master: NaN equals NaN, +0 and -0
- * differ. Looks at parameters[row] and segments[row], of which master, length, format and out_dtype count, for each of
- * `rows`; skips rows of other dtypes and those that lack an array. Compares samples, or every element on at most
+ * differ. Looks at segments[row], of which out, master, length, format and out_dtype count, for each of `rows`; skips
+ * rows of other dtypes and those that lack an array. Compares samples, or every element on at most
  * `threads` threads. Writes the rows that differ to `found`, of `count` entries, and returns their number. */
-int64_t superadam_differing(const superadam_segment *segments, const void *const *parameters, const int64_t *rows,
-                            int64_t count, int everything, int threads, int64_t *found);
+int64_t superadam_differing(const superadam_segment *segments, const int64_t *rows, int64_t count, int everything,
+                            int threads, int64_t *found);
 
 /* Copies bytes[i] bytes from sources[i] to targets[i], one after the other, each on at most `threads` threads. */
 void superadam_copy(void *const *targets, const void *const *sources, const int64_t *bytes, int64_t count, int threads);

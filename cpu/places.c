@@ -1,11 +1,12 @@
 /* The Python module superadam.kernels._places: where tensors lie in memory, for a whole list in one call.
  *
  * torch fills a DLTensor for a tensor without allocating anything, by a function that the capsule
- * `torch.Tensor.__dlpack_c_exchange_api__` holds: the C exchange API of DLPack 1.3. The storage and the version counter
- * come from Python's objects. Nothing here keeps a reference. */
+ * `torch.Tensor.__dlpack_c_exchange_api__` holds: the C exchange API of DLPack 1.3. The storage, the version counter and
+ * the gradient come from Python's objects. Nothing here keeps a reference. */
 
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 
 /* As https://github.com/dmlc/dlpack defines them. */
 typedef struct {
@@ -28,7 +29,7 @@ typedef struct {
 enum { ADDRESS, STORAGE, BYTES, LAYOUT, VERSION, WORDS };
 
 static const dl_exchange *exchange;
-static PyObject *storage_of, *bytes_of, *key_name, *version_name;
+static PyObject *tensor_type, *storage_of, *bytes_of, *is_negative, *key_name, *version_name, *gradient_name;
 
 /* One to one in either argument, so that layouts which differ in a single number have different hashes. */
 static uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15u; }
@@ -45,22 +46,29 @@ static int64_t number_of(PyObject *result)
     return number;
 }
 
-static void describe(PyObject *tensor, int64_t *place)
+/* Returns whether a tensor has memory, and if so where it begins and a hash of how it lies there. */
+static int see(PyObject *tensor, int64_t *address, int64_t *layout)
 {
     dl_tensor view;
+    if (exchange->view(tensor, &view) != 0) {
+        PyErr_Clear(); /* as on the meta device */
+        return 0;
+    }
+    uint64_t hash = mixed(mixed(mixed(view.code, view.bits), view.device_type), view.device_id);
+    for (int32_t dim = 0; dim < view.ndim; dim++)
+        hash = mixed(mixed(hash, (uint64_t)view.shape[dim]), (uint64_t)view.strides[dim]);
+    *address = (int64_t)((uintptr_t)view.data + view.byte_offset);
+    *layout = (int64_t)mixed(hash, (uint64_t)view.ndim);
+    return 1;
+}
+
+static void describe(PyObject *tensor, int64_t *place)
+{
     for (int word = 0; word < WORDS; word++)
         place[word] = 0;
     if (tensor == Py_None)
         return;
-    if (exchange->view(tensor, &view) == 0) {
-        uint64_t layout = mixed(mixed(mixed(view.code, view.bits), view.device_type), view.device_id);
-        for (int32_t dim = 0; dim < view.ndim; dim++)
-            layout = mixed(mixed(layout, (uint64_t)view.shape[dim]), (uint64_t)view.strides[dim]);
-        place[ADDRESS] = (int64_t)((uintptr_t)view.data + view.byte_offset);
-        place[LAYOUT] = (int64_t)mixed(layout, (uint64_t)view.ndim);
-    } else {
-        PyErr_Clear(); /* it has no memory, as on the meta device */
-    }
+    see(tensor, &place[ADDRESS], &place[LAYOUT]);
     PyObject *storage = PyObject_CallFunctionObjArgs(storage_of, tensor, NULL);
     if (storage) {
         place[STORAGE] = number_of(PyObject_GetAttr(storage, key_name));
@@ -75,8 +83,13 @@ static void describe(PyObject *tensor, int64_t *place)
 static PyObject *use(PyObject *self, PyObject *arguments)
 {
     (void)self;
-    PyObject *capsule, *objects[4];
-    if (!PyArg_ParseTuple(arguments, "OOOOO", &capsule, &objects[0], &objects[1], &objects[2], &objects[3]))
+    PyObject *capsule;
+    PyObject **const kept[] = {&tensor_type, &storage_of,   &bytes_of,     &is_negative,
+                               &key_name,    &version_name, &gradient_name};
+    enum { KEPT = sizeof kept / sizeof *kept };
+    PyObject *objects[KEPT];
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOO", &capsule, &objects[0], &objects[1], &objects[2], &objects[3],
+                          &objects[4], &objects[5], &objects[6]))
         return NULL;
     const dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!found)
@@ -86,44 +99,128 @@ static PyObject *use(PyObject *self, PyObject *arguments)
         return NULL;
     }
     exchange = found;
-    storage_of = Py_NewRef(objects[0]);
-    bytes_of = Py_NewRef(objects[1]);
-    key_name = Py_NewRef(objects[2]);
-    version_name = Py_NewRef(objects[3]);
+    for (int i = 0; i < KEPT; i++)
+        *kept[i] = Py_NewRef(objects[i]);
     Py_RETURN_NONE;
+}
+
+/* Returns whether arrays have this many numbers for each of `count` tensors. */
+static int have_room(const Py_buffer *first, int words, const Py_buffer *second, Py_ssize_t count)
+{
+    if (exchange && first->len == count * words * 8 && (!second || second->len == count * 8))
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "the arrays do not have one place for each tensor");
+    return 0;
 }
 
 static PyObject *look(PyObject *self, PyObject *arguments)
 {
     (void)self;
-    PyObject *tensors;
-    Py_buffer buffer;
-    if (!PyArg_ParseTuple(arguments, "O!w*", &PyList_Type, &tensors, &buffer))
+    PyObject *tensors, *result = NULL;
+    Py_buffer places;
+    if (!PyArg_ParseTuple(arguments, "O!w*", &PyList_Type, &tensors, &places))
         return NULL;
-    int64_t *places = buffer.buf;
     const Py_ssize_t count = PyList_Size(tensors);
-    PyObject *result = NULL;
-    if (!exchange || buffer.len != count * (Py_ssize_t)(WORDS * sizeof *places)) {
-        PyErr_SetString(PyExc_ValueError, "the array does not have one place for each tensor");
-    } else {
+    if (have_room(&places, WORDS, NULL, count)) {
         result = Py_NewRef(Py_None);
-        for (Py_ssize_t i = 0; i < count; i++) {
+        for (Py_ssize_t i = 0; i < count && result; i++) {
             PyObject *tensor = Py_XNewRef(PyList_GetItem(tensors, i));
-            if (!tensor) { /* a tensor's own methods have shortened the list meanwhile */
+            if (tensor)
+                describe(tensor, (int64_t *)places.buf + WORDS * i);
+            else /* a tensor's own methods have shortened the list meanwhile */
                 Py_CLEAR(result);
-                break;
-            }
-            describe(tensor, places + WORDS * i);
-            Py_DECREF(tensor);
+            Py_XDECREF(tensor);
         }
     }
-    PyBuffer_Release(&buffer);
+    PyBuffer_Release(&places);
     return result;
 }
 
+static PyObject *compare(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *tensors, *rows = NULL;
+    Py_ssize_t changed = 0;
+    Py_buffer known, versions;
+    if (!PyArg_ParseTuple(arguments, "O!y*w*", &PyList_Type, &tensors, &known, &versions))
+        return NULL;
+    const Py_ssize_t count = PyList_Size(tensors);
+    if (have_room(&known, WORDS, &versions, count))
+        rows = PyList_New(0);
+    for (Py_ssize_t i = 0; i < count && rows; i++) {
+        const int64_t *before = (const int64_t *)known.buf + WORDS * i;
+        int64_t place[WORDS];
+        PyObject *tensor = Py_XNewRef(PyList_GetItem(tensors, i)), *row = NULL;
+        if (!tensor) {
+            Py_CLEAR(rows);
+            break;
+        }
+        describe(tensor, place);
+        Py_DECREF(tensor);
+        ((int64_t *)versions.buf)[i] = place[VERSION];
+        changed += place[VERSION] != before[VERSION];
+        if (memcmp(place, before, VERSION * sizeof *place) != 0 &&
+            (!(row = PyLong_FromSsize_t(i)) || PyList_Append(rows, row) != 0))
+            Py_CLEAR(rows);
+        Py_XDECREF(row);
+    }
+    PyBuffer_Release(&versions);
+    PyBuffer_Release(&known);
+    return rows ? Py_BuildValue("Nn", rows, changed) : NULL;
+}
+
+/* Returns where a gradient lies, if it is an ordinary tensor in this layout, whose elements are as they lie there. */
+static int64_t address_of(PyObject *gradient, int64_t expected)
+{
+    int64_t address = 0, layout = 0;
+    if ((PyObject *)Py_TYPE(gradient) != tensor_type || !see(gradient, &address, &layout) || layout != expected)
+        return 0;
+    PyObject *negative = PyObject_CallFunctionObjArgs(is_negative, gradient, NULL);
+    const int is_plain = negative == Py_False;
+    Py_XDECREF(negative);
+    PyErr_Clear();
+    return is_plain ? address : 0;
+}
+
+static PyObject *gradients(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *parameters;
+    Py_buffer layouts, addresses;
+    if (!PyArg_ParseTuple(arguments, "O!y*w*", &PyList_Type, &parameters, &layouts, &addresses))
+        return NULL;
+    const Py_ssize_t count = PyList_Size(parameters);
+    PyObject *found = have_room(&layouts, 1, &addresses, count) ? PyList_New(count) : NULL;
+    Py_ssize_t present = 0, plain = 0;
+    for (Py_ssize_t i = 0; i < count && found; i++) {
+        PyObject *parameter = Py_XNewRef(PyList_GetItem(parameters, i));
+        PyObject *gradient = parameter ? PyObject_GetAttr(parameter, gradient_name) : NULL;
+        int64_t *address = (int64_t *)addresses.buf + i;
+        Py_XDECREF(parameter);
+        if (!gradient) {
+            Py_CLEAR(found);
+            break;
+        }
+        *address = gradient == Py_None ? 0 : address_of(gradient, ((const int64_t *)layouts.buf)[i]);
+        present += gradient != Py_None;
+        plain += *address != 0;
+        PyList_SetItem(found, i, gradient);
+    }
+    PyBuffer_Release(&addresses);
+    PyBuffer_Release(&layouts);
+    return found ? Py_BuildValue("Nnn", found, present, plain) : NULL;
+}
+
 static PyMethodDef functions[] = {
-    {"use", use, METH_VARARGS, "Take the exchange API, what returns a storage and its bytes, and names of attributes."},
+    {"use", use, METH_VARARGS, "Take the exchange API, torch's classes and methods, and names of attributes."},
     {"look", look, METH_VARARGS, "Write the places of a list of tensors, or None, into an array of int64."},
+    {"compare", compare, METH_VARARGS,
+     "Compare the places of a list of tensors, or None, with those in an array; write their versions into another one, "
+     "and return the positions of those whose memory is another, or is seen in another layout, and how many versions "
+     "are others."},
+    {"gradients", gradients, METH_VARARGS,
+     "Return the gradients of a list of parameters, how many are present, and how many lie as an array of layouts says; "
+     "write the addresses of those into another one, and 0 for all others."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,8 @@
 /* superadam_run: checks a list of segments, cuts it into chunks and runs them as one job. */
 
+#include <math.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "dispatch.h"
 #include "float_control.h"
@@ -214,6 +216,42 @@ double superadam_sum(const double *values, int64_t count)
         total += values[i];
     float_control_leave(saved);
     return total;
+}
+
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+int superadam_step(int isa, superadam_segment *segments, int64_t segment_count, superadam_coefficients *coefficients,
+                   int64_t coefficient_count, const double *sums, const int64_t *nonfinite, int64_t chunk_count,
+                   double max_norm, int threads, superadam_verdict *verdict)
+{
+    const double begin = seconds_now();
+    const int code = superadam_run(isa, SUPERADAM_NORM, segments, segment_count, NULL, 0, threads);
+    if (code != SUPERADAM_OK)
+        return code;
+    const uint64_t saved = float_control_enter();
+    const double norm = sqrt(superadam_sum(sums, chunk_count)), factor = max_norm / (norm + 1e-6);
+    *verdict = (superadam_verdict){.norm = norm, .clip = factor < 1 ? (float)factor : 1};
+    if (norm - norm != 0) /* else all elements are finite */
+        for (int64_t i = 0; i < chunk_count; i++)
+            verdict->nonfinite += nonfinite[i];
+    float_control_leave(saved);
+    verdict->seconds = seconds_now() - begin;
+    if (verdict->nonfinite)
+        return SUPERADAM_OK;
+    for (int64_t i = 0; i < coefficient_count && verdict->clip != 1; i++) {
+        coefficients[i].scale = verdict->clip;
+        coefficients[i].flags |= SUPERADAM_SCALE;
+    }
+    for (int64_t i = 0; i < segment_count; i++) {
+        segments[i].sums = NULL;
+        segments[i].nonfinite = NULL;
+    }
+    return superadam_run(isa, SUPERADAM_UPDATE, segments, segment_count, coefficients, coefficient_count, threads);
 }
 
 uint64_t superadam_float_control_enter(void) { return float_control_enter(); }

@@ -66,10 +66,10 @@ static int block_differs(const superadam_segment *segment, const uint16_t *param
                : block_differs_of(SUPERADAM_BFLOAT16, parameter, master, count);
 }
 
-static inline void prefetch_ends(const superadam_segment *segment, const void *parameter)
+static inline void prefetch_ends(const superadam_segment *segment)
 {
     const int64_t last = segment->length > SUPERADAM_SAMPLE_WIDTH ? segment->length - SUPERADAM_SAMPLE_WIDTH : 0;
-    const uintptr_t copy = (uintptr_t)parameter, master = (uintptr_t)segment->master; /* either may be null */
+    const uintptr_t copy = (uintptr_t)segment->out, master = (uintptr_t)segment->master; /* either may be null */
     __builtin_prefetch((const void *)copy);
     __builtin_prefetch((const void *)(copy + 2 * (uintptr_t)last));
     __builtin_prefetch((const void *)master);
@@ -110,16 +110,16 @@ static int elements_differ(const superadam_segment *segment, const uint16_t *par
     return c.differs;
 }
 
-int64_t superadam_differing(const superadam_segment *segments, const void *const *parameters, const int64_t *rows,
-                            int64_t count, int everything, int threads, int64_t *found)
+int64_t superadam_differing(const superadam_segment *segments, const int64_t *rows, int64_t count, int everything,
+                            int threads, int64_t *found)
 {
     const uint64_t saved = float_control_enter();
     int64_t number = 0;
     for (int64_t i = 0; i < count; i++) {
         if (i + ROWS_AHEAD < count)
-            prefetch_ends(&segments[rows[i + ROWS_AHEAD]], parameters[rows[i + ROWS_AHEAD]]);
+            prefetch_ends(&segments[rows[i + ROWS_AHEAD]]);
         const superadam_segment *segment = &segments[rows[i]];
-        const uint16_t *parameter = parameters[rows[i]];
+        const uint16_t *parameter = segment->out;
         if (!parameter || !segment->master || segment->length <= 0 ||
             (segment->out_dtype != SUPERADAM_BFLOAT16 && segment->out_dtype != SUPERADAM_FLOAT16))
             continue;

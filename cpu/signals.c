@@ -13,6 +13,7 @@
 enum { TRIES = 100 }; /* more than there are signals */
 
 static PyObject *getsignal, *setsignal; /* those of Python's module signal, but in C */
+static PyObject *numbers[_NSIG];
 static PyObject *note;
 static PyObject *replaced[_NSIG]; /* the handlers that `note` stands for */
 static PyObject *due;             /* a list of arguments: of the handlers that are to run at the end */
@@ -48,7 +49,7 @@ static PyObject *replace(int number, PyObject *from, PyObject *to, PyObject **er
     for (int i = 0; i < TRIES; i++) {
         struct sigaction action;
         call_pending(error);
-        PyObject *present = PyObject_CallFunction(getsignal, "i", number);
+        PyObject *present = PyObject_CallFunctionObjArgs(getsignal, numbers[number], NULL);
         if (present && (from ? present != from : !PyCallable_Check(present))) {
             Py_DECREF(present);
             return NULL;
@@ -86,7 +87,7 @@ static PyObject *leave(PyObject *error, PyObject *handled)
         PyObject *arguments = Py_NewRef(PyList_GetItem(due, 0));
         PyList_SetSlice(due, 0, 1, NULL);
         const int number = (int)PyLong_AsLong(PyTuple_GetItem(arguments, 0));
-        PyObject *handler = PyObject_CallFunction(getsignal, "i", number); /* the one that was called last may set it */
+        PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, numbers[number], NULL); /* the one that was called last may set it */
         PyObject *result = handler && PyCallable_Check(handler) ? PyObject_CallObject(handler, arguments) : NULL;
         if (PyErr_Occurred())
             keep_error(&error);
@@ -184,6 +185,9 @@ PyMODINIT_FUNC PyInit__signals(void)
     setsignal = PyObject_GetAttrString(signals, "signal");
     note = PyCFunction_New(&note_method, NULL);
     due = PyList_New(0);
+    for (int number = 0; number < _NSIG; number++)
+        if (!(numbers[number] = PyLong_FromLong(number)))
+            return NULL;
     Py_DECREF(section);
     Py_DECREF(signals);
     return getsignal && setsignal && note && due ? module : NULL;

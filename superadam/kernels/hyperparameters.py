@@ -5,7 +5,7 @@ Every scalar is computed in double and rounded once to the precision of the stat
 
 from __future__ import annotations
 
-import decimal
+import ctypes
 import functools
 import math
 import numbers
@@ -23,7 +23,6 @@ from torch import Tensor
 from superadam.kernels.memory import has_memory
 from superadam.kernels.native import Flag
 
-_POWER_CONTEXT = decimal.Context(prec=60)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 _PRODUCT_IN_BFLOAT16 = 2.0**-8  # relative error of a product that is rounded to bf16
 _GOLDEN_TURN = 0x9E3779B9  # 2**32 over the golden ratio: its multiples are as evenly spread as can be
@@ -66,9 +65,12 @@ class Hyperparameters:
         lr, eps, weight_decay, *flags = _others(group)
         raw = (lr, *betas, eps, weight_decay, *flags)
         if tuple(map(type, raw)) == _USUAL_TYPES:
-            return Hyperparameters(*raw)
+            return _hyperparameters(*raw)
         parsed: list[Any] = [_number(*one) for one in zip(_NUMBERS, raw, strict=False)]
         return Hyperparameters(*parsed, *map(_flag, _FLAGS, raw[len(_NUMBERS) :]))
+
+
+_hyperparameters = functools.lru_cache(maxsize=256)(Hyperparameters)
 
 
 def number_of(value: object) -> float | None:
@@ -114,10 +116,41 @@ def turn_of(step: int) -> int:
     return step * _GOLDEN_TURN % 2**32
 
 
+_POWER_BITS = 256
+_KEPT_POWERS = 256
+_latest_powers: dict[float, tuple[int, int, int]] = {}  # of each beta: a step, and mantissa and exponent of the power
+
+
+def _product(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """Return mantissa and exponent of a product; its last bit stands for all that were cut off."""
+    mantissa, exponent = first[0] * second[0], first[1] + second[1]
+    excess = mantissa.bit_length() - _POWER_BITS
+    if excess <= 0:
+        return mantissa, exponent
+    kept = mantissa >> excess
+    return kept | (kept << excess != mantissa), exponent + excess
+
+
 @functools.lru_cache(maxsize=4096)
 def beta_power(beta: float, step: int) -> float:
-    """Return `beta**step` correctly rounded to double; C libraries' pow differ in rare last bits."""
-    return float(_POWER_CONTEXT.power(decimal.Decimal(beta), step))
+    """Return `beta**step` correctly rounded to double; C libraries' pow differ in rare last bits.
+
+    By products of integers, each with a relative error below 2**-254, so that no midpoint of two doubles comes between.
+    """
+    numerator, denominator = beta.as_integer_ratio()
+    base = numerator, 1 - denominator.bit_length()
+    known = _latest_powers.get(beta)
+    if known is not None and known[0] == step - 1:
+        power = _product(known[1:], base)
+    else:
+        power = 1, 0
+        for bit in bin(step)[2:]:
+            power = _product(power, power)
+            power = _product(power, base) if bit == "1" else power
+    if len(_latest_powers) >= _KEPT_POWERS:
+        _latest_powers.clear()
+    _latest_powers[beta] = (step, *power)
+    return math.ldexp(power[0], power[1])
 
 
 class Interval(NamedTuple):
@@ -153,7 +186,36 @@ class Scale(NamedTuple):
         return Scale(factor, dtype == torch.bfloat16 and factor != 1.0)
 
 
-@dataclass(frozen=True, slots=True)
+def _rounded(value: float, double: bool) -> float:
+    """Return a number rounded to fp32, or with `double` as it is."""
+    if double:
+        return value
+    if abs(value) < _SMALLEST_NORMAL_FLOAT32:
+        # The processor's own conversion gives 0 while denormals are flushed (torch.set_flush_denormal).
+        return math.copysign(math.ldexp(round(math.ldexp(value, 149)), -149), value)
+    return ctypes.c_float(value).value
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(hyper: Hyperparameters, is_scaled: bool, rounds: bool, double: bool) -> tuple[Flag, list[float]]:
+    """Return the flags, and the scalars that are the same in all steps: decay, wd, w, b2, c2 and eps."""
+    flags = Flag(0)
+    if is_scaled:
+        flags |= Flag.SCALE | (Flag.ROUND if rounds else Flag(0))
+    if hyper.maximize:
+        flags |= Flag.MAXIMIZE
+    if hyper.weight_decay != 0.0:
+        flags |= Flag.DECOUPLED if hyper.decoupled_weight_decay else Flag.L2
+    if hyper.amsgrad:
+        flags |= Flag.AMSGRAD
+    scalars = (
+        *(1.0 - hyper.lr * hyper.weight_decay, hyper.weight_decay),
+        *(1.0 - hyper.beta1, hyper.beta2, 1.0 - hyper.beta2, hyper.eps),
+    )
+    return flags, [_rounded(value, double) for value in scalars]
+
+
+@dataclass(slots=True)  # not frozen, which takes long to make
 class Coefficients:
     """The scalars of one step of one group, named as in `adam_formula.h`, each rounded to the state's precision."""
 
@@ -171,7 +233,6 @@ class Coefficients:
     interval: IntervalScalars | None = None  # None where only `s` is covered
 
     @staticmethod
-    @functools.lru_cache(maxsize=1024)
     def at_step(
         hyper: Hyperparameters,
         step: int,
@@ -186,39 +247,21 @@ class Coefficients:
         `scale` and `rounds` are those of a `Scale`; `compact`: state is stored in fewer bits.
         """
 
-        def rounded(value: float) -> float:
-            if double:
-                return float(value)
-            if abs(value) < _SMALLEST_NORMAL_FLOAT32:
-                # The processor's own conversion gives 0 while denormals are flushed (torch.set_flush_denormal).
-                return math.copysign(math.ldexp(round(math.ldexp(value, 149)), -149), value)
-            return float(np.float32(value))
-
-        flags = Flag(0)
-        with np.errstate(all="ignore"):
-            s = rounded(scale)
-        if s != 1.0:
-            flags |= Flag.SCALE | (Flag.ROUND if rounds else Flag(0))
-        if hyper.maximize:
-            flags |= Flag.MAXIMIZE
-        if hyper.weight_decay != 0.0:
-            flags |= Flag.DECOUPLED if hyper.decoupled_weight_decay else Flag.L2
-        if hyper.amsgrad:
-            flags |= Flag.AMSGRAD
-        with np.errstate(all="ignore"):
-            return Coefficients(
-                s=s,
-                decay=rounded(1.0 - hyper.lr * hyper.weight_decay),
-                wd=rounded(hyper.weight_decay),
-                w=rounded(1.0 - hyper.beta1),
-                b2=rounded(hyper.beta2),
-                c2=rounded(1.0 - hyper.beta2),
-                nss=rounded(-(hyper.lr / (1.0 - beta_power(hyper.beta1, step)))),
-                bc2s=rounded(math.sqrt(1.0 - beta_power(hyper.beta2, step))),
-                eps=rounded(hyper.eps),
-                flags=flags,
-                turn=turn_of(step) if compact else 0,
-            )
+        s = _rounded(scale, double)
+        flags, (decay, wd, w, b2, c2, eps) = _constants(hyper, s != 1.0, rounds, double)
+        return Coefficients(
+            s=s,
+            decay=decay,
+            wd=wd,
+            w=w,
+            b2=b2,
+            c2=c2,
+            nss=_rounded(-(hyper.lr / (1.0 - beta_power(hyper.beta1, step))), double),
+            bc2s=_rounded(math.sqrt(1.0 - beta_power(hyper.beta2, step)), double),
+            eps=eps,
+            flags=flags,
+            turn=turn_of(step) if compact else 0,
+        )
 
     def over(self, interval: Interval) -> Coefficients | None:
         """Return these scalars with those of the interval test; None where its proof (docs/clipping.md) does not hold.

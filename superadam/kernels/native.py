@@ -10,7 +10,7 @@ import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -242,16 +242,62 @@ def run(
     if segments.dtype != SEGMENT or coefficients.dtype != COEFFICIENTS:
         raise ValueError("superadam.kernels.native.run takes tables of dtype SEGMENT and COEFFICIENTS")
     code = lib.superadam_run(
-        _isa_rows.get(active_isa() if isa is None else isa, -1),
+        _isa_rows.get(isa or _active or active_isa(), -1),
         int(which),
         ffi.from_buffer("superadam_segment[]", segments),
         len(segments),
         ffi.from_buffer("superadam_coefficients[]", coefficients),
         len(coefficients),
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
     )
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
+
+
+class Verdict(NamedTuple):
+    """As `superadam_verdict` in `cpu/cdef.h`."""
+
+    norm: float
+    nonfinite: int
+    clip: float
+    seconds: float
+
+
+def step(
+    segments: npt.NDArray[Any],
+    coefficients: npt.NDArray[Any],
+    sums: npt.NDArray[np.float64],
+    nonfinite: npt.NDArray[np.int64],
+    max_norm: float,
+) -> Verdict:
+    """Take the norm of all gradients, and unless an element is Inf or NaN, clip and update: as `run`, in one call.
+
+    Args:
+        segments: as for `run`; the pointers to `sums` and `nonfinite` are overwritten.
+        coefficients: as for `run`, without a scale, which is overwritten.
+        sums, nonfinite: 1-D C-contiguous arrays with the entries that the segments point to; all others are 0.
+        max_norm: limit of the norm, at least 0; inf for none.
+
+    Raises:
+        ValueError: the table does not fit a pass; nothing was changed but `sums` and `nonfinite`.
+    """
+    verdict = ffi.new("superadam_verdict *")
+    code = lib.superadam_step(
+        _isa_rows[_active or active_isa()],
+        ffi.from_buffer("superadam_segment[]", segments),
+        len(segments),
+        ffi.from_buffer("superadam_coefficients[]", coefficients),
+        len(coefficients),
+        ffi.from_buffer("double[]", sums),
+        ffi.from_buffer("int64_t[]", nonfinite),
+        len(sums),
+        max_norm,
+        _num_threads or get_num_threads(),
+        verdict,
+    )
+    if code != lib.SUPERADAM_OK:
+        raise ValueError(f"superadam: {_ERRORS[code]}")
+    return Verdict(verdict.norm, verdict.nonfinite, verdict.clip, verdict.seconds)
 
 
 def move_like(
@@ -276,7 +322,7 @@ def move_like(
     code = lib.superadam_traffic(
         int(which),
         ffi.from_buffer("superadam_segment[]", segments),
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
         burst,
         prefetch,
         stream_out * lib.SUPERADAM_STREAM_OUT | stream_state * lib.SUPERADAM_STREAM_STATE,
@@ -295,7 +341,6 @@ def move_like(
 
 def differing(
     segments: npt.NDArray[Any],
-    parameters: npt.NDArray[np.uint64],
     rows: npt.NDArray[np.int64],
     *,
     everything: bool = False,
@@ -304,8 +349,7 @@ def differing(
     """Return those of `rows` whose working copy, in host memory, is not the rounded master; see `cpu/cdef.h`.
 
     Args:
-        segments: as for `run`; rows without a master are passed over.
-        parameters: address of the working copy of each row; 0 where it is to be passed over.
+        segments: as for `run`, `out` is the working copy; rows without that or a master are passed over.
         rows: which to look at.
         everything: compare every element, not only samples.
         threads: as for `run`.
@@ -313,11 +357,10 @@ def differing(
     found = np.empty(len(rows), np.int64)
     number = lib.superadam_differing(
         ffi.from_buffer("superadam_segment[]", segments),
-        ffi.from_buffer("void *[]", parameters),
         ffi.from_buffer("int64_t[]", rows),
         len(rows),
         everything,
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
         ffi.from_buffer("int64_t[]", found),
     )
     return found[:number]
@@ -339,7 +382,7 @@ def copy(
         ffi.from_buffer("void *[]", sources),
         ffi.from_buffer("int64_t[]", numbers),
         len(numbers),
-        get_num_threads() if threads is None else threads,
+        threads or _num_threads or get_num_threads(),
     )
 
 
@@ -371,5 +414,6 @@ def usual_float_mode() -> AbstractContextManager[None]:
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:
     """Return `values[0] + values[1] + ...`, added in this order in fp64."""
-    values = np.ascontiguousarray(values, dtype=np.float64)
+    if not values.flags.c_contiguous:
+        values = values.copy()
     return float(lib.superadam_sum(ffi.from_buffer("double[]", values), len(values)))

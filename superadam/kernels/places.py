@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,27 @@ def _look_in_python(tensors: Sequence[Tensor | None], places: Places) -> None:
         places[row] = _place_of(tensor)
 
 
-_look = torch_private.look_at_places or _look_in_python
+def _compare_in_python(
+    tensors: Sequence[Tensor | None], known: Places, versions: npt.NDArray[np.int64]
+) -> tuple[list[int], int]:
+    places = np.empty_like(known)
+    _look_in_python(tensors, places)
+    versions[:] = places[:, VERSION]
+    rows = np.flatnonzero((places[:, :VERSION] != known[:, :VERSION]).any(axis=1)).tolist()
+    return rows, int(np.count_nonzero(versions != known[:, VERSION]))
+
+
+def _gradients_in_python(
+    parameters: Sequence[Tensor], layouts: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]
+) -> tuple[list[Tensor | None], int, int]:
+    found = [parameter.grad for parameter in parameters]
+    addresses[:] = 0  # all of them are looked at one by one
+    return found, sum(gradient is not None for gradient in found), 0
+
+
+_look = getattr(torch_private.looks, "look", _look_in_python)
+_compare = getattr(torch_private.looks, "compare", _compare_in_python)
+_gradients = getattr(torch_private.looks, "gradients", _gradients_in_python)
 
 
 def places_of(tensors: list[Tensor] | list[Tensor | None]) -> Places:
@@ -60,6 +81,22 @@ def places_of(tensors: list[Tensor] | list[Tensor | None]) -> Places:
     return places
 
 
-def moved(now: Places, before: Places) -> npt.NDArray[np.int64]:
-    """Return the rows whose memory is another, or is seen in another layout."""
-    return np.flatnonzero((now[:, :VERSION] != before[:, :VERSION]).any(axis=1))
+def compare(
+    tensors: list[Tensor] | list[Tensor | None], before: Places
+) -> tuple[list[int], npt.NDArray[np.int64], int]:
+    """Return which tensors have other memory or another layout; the versions of all; and how many of those are new."""
+    versions = np.empty(len(tensors), np.int64)
+    moved, changed = _compare(tensors, before, versions)
+    return moved, versions, changed
+
+
+def gradients_of(
+    parameters: list[Tensor], layouts: npt.NDArray[np.int64]
+) -> tuple[list[Any], npt.NDArray[np.uint64], int, int]:
+    """Return `.grad` of all parameters, addresses, how many gradients there are, and how many have an address.
+
+    Those are tensors of torch's own class that lie in memory as a `LAYOUT` says; the address of all others is 0.
+    """
+    addresses = np.empty(len(parameters), np.uint64)
+    gradients, present, plain = _gradients(parameters, layouts, addresses)
+    return gradients, addresses, present, plain

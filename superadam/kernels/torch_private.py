@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,19 +96,20 @@ storage_reference: Callable[[torch.UntypedStorage], Any] = _WeakReference if _ha
 """Returns what reserves the key of a storage, but not its memory. Otherwise the storage, whose memory stays, too."""
 
 
-def _found_look() -> Callable[[Sequence[Tensor | None], Any], None] | None:
-    """Return what looks at the places of many tensors in C; None where torch lacks something that it calls."""
+def _found_looks() -> ModuleType | None:
+    """Return what looks at many tensors in C; None where torch lacks something that it calls."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # of DLPack, and not private
     if exchange is None or not _has_address or not FOUND["Tensor._version"]:
         return None
+    methods = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
     try:
-        _places.use(exchange, Tensor.untyped_storage, torch.UntypedStorage.nbytes, "_cdata", "_version")
+        _places.use(exchange, Tensor, *methods, "_cdata", "_version", "grad")
     except ValueError:  # of another version of DLPack
         return None
-    return _places.look
+    return _places
 
 
-look_at_places: Callable[[Any, Any], None] | None = _found_look()
+looks: ModuleType | None = _found_looks()
 
 
 def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:

@@ -247,7 +247,7 @@ class SpeculativeCPUAdam(Optimizer):
         Whatever is raised, nothing was changed. The step with zero gradients that `torch.distributed.checkpoint` makes
         to get state to load into creates that state, and is none.
         """
-        if not self._binding.published.entries and checkpoint.is_asked_for_template():
+        if self._binding.lacks_any_state and checkpoint.is_asked_for_template():
             with self._binding.lock:
                 self._binding.create_state(self.param_groups)
             return None
@@ -255,7 +255,8 @@ class SpeculativeCPUAdam(Optimizer):
         if closure is not None:  # not under the lock: its backward may run hooks of the scheduler in other threads
             with torch.enable_grad():
                 loss = closure()
-        self.resolve()
+        with self._binding.lock:
+            self._make_step()
         return loss
 
     @_whole
@@ -265,6 +266,9 @@ class SpeculativeCPUAdam(Optimizer):
         For each parameter `.grad` decides: None takes no part; the handle that `speculate()` or a scheduler has put
         there stands for the speculation; any other gradient counts as it is. Hyper-parameters count as they are now.
         """
+        return self._make_step()
+
+    def _make_step(self) -> StepOutcome:
         with self._binding.on_all_ranks(Question.STEP, self.param_groups):
             outcome = self._judged_step()
         if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or self._binding.is_flattened):

@@ -193,6 +193,11 @@ class Binding(GradientHolder):
         """Whether any parameter was bound, or has a state that was loaded."""
         return bool(self.published.entries) or self._transaction is not None
 
+    @property
+    def lacks_any_state(self) -> bool:
+        """Whether no parameter has a state, as before the first step."""
+        return not self.published.entries and (self._transaction is None or not self._transaction.table.has_state)
+
     def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the groups' present parameters, its rows equal to the published state.
 
@@ -422,8 +427,9 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
     if not fingerprints.are_of(parameters):
         return False
     moved = table.look()
-    if any(_is_converted(state, table) for state in moved):
-        return False
+    for state in moved:
+        if _is_converted(state, table):
+            return False
     for state in moved:
         fingerprints.distrust(state.row)
     return True

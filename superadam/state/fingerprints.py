@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from superadam.kernels.places import ADDRESS, NOWHERE, STORAGE, VERSION, Places, moved, places_of
+from superadam.kernels.places import ADDRESS, NOWHERE, STORAGE, VERSION, Places, compare, places_of
 from superadam.kernels.torch_private import storage_reference, version_of
 
 _DISTRUSTED = -1
@@ -36,10 +36,13 @@ class Fingerprints:
     def __init__(self, parameters: Sequence[Tensor], wholes: Sequence[Tensor] | None = None) -> None:
         self._parameters = list(parameters)
         self._wholes = wholes
-        self._known = self._present()
+        self._known = places_of(self._parameters)
         # By column, because numpy's index of two dimensions fails without an error where memory has run out.
         self._known_addresses, self._known_versions = self._known[:, ADDRESS], self._known[:, VERSION]
+        if self._wholes is not None:
+            self._known_versions += self._versions_of_wholes()
         self._seen_versions = self._known_versions.copy()
+        self._may_be_hinted = True  # unless `look` finds that none is, and none is distrusted since then
         self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
 
     def __reduce__(self) -> NoReturn:
@@ -54,15 +57,18 @@ class Fingerprints:
 
         What `remember` has seen since then is not moved.
         """
-        present = self._present()
-        self._seen_versions = present[:, VERSION]
-        rows = moved(present, self._known)
-        self._known_addresses[rows] = NOWHERE  # moved even if the same address comes back before they are remembered
-        found: list[int] = rows.tolist()
-        return found
+        rows, self._seen_versions, changed = compare(self._parameters, self._known)
+        self._may_be_hinted = changed > 0 or self._wholes is not None
+        if self._wholes is not None:
+            self._seen_versions += self._versions_of_wholes()
+        if rows:
+            self._known_addresses[rows] = NOWHERE  # even if the same address comes back before they are remembered
+        return rows
 
     def seen_hints(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Return those rows whose version hinted at an outside write in the last `look`."""
+        if not self._may_be_hinted:
+            return []
         hinted: list[int] = rows[self._seen_versions[rows] != self._known_versions[rows]].tolist()
         return hinted
 
@@ -105,13 +111,16 @@ class Fingerprints:
     def distrust(self, row: int) -> None:
         """Make the next look compare values: the master was replaced, so it is unknown who wrote the parameter last."""
         self._known_versions[row] = _DISTRUSTED
+        self._may_be_hinted = True
 
     def prepared_bump(self, rows: npt.NDArray[np.int64]) -> Callable[[], None]:
         """Return what counts a write of ours in the versions, once; it does not fail for want of memory.
 
         An outside write in between is still noticed.
         """
-        bumped, versions = [self._parameters[row] for row in rows.tolist()], self._known_versions[rows] + 1
+        is_all = len(rows) == len(self._parameters)
+        bumped = [*self._parameters] if is_all else [self._parameters[row] for row in rows.tolist()]
+        versions = self._known_versions[rows] + 1
         if self._wholes is not None:
             bumped += [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
             versions += 1  # also where both are one tensor, as its version is added to itself
@@ -122,14 +131,10 @@ class Fingerprints:
 
         return bump
 
-    def _present(self) -> Places:
-        places = places_of(self._parameters)
-        if self._wholes is not None:
-            places[:, VERSION] += np.fromiter(map(version_of, self._wholes), np.int64, len(self._parameters))
-        return places
+    def _versions_of_wholes(self) -> npt.NDArray[np.int64]:
+        wholes: Sequence[Tensor] = self._wholes or ()
+        return np.fromiter(map(version_of, wholes), np.int64, len(wholes))
 
     def _present_versions(self) -> npt.NDArray[np.int64]:
-        versions = map(version_of, self._parameters)
-        if self._wholes is not None:
-            versions = map(operator.add, versions, map(version_of, self._wholes))
-        return np.fromiter(versions, np.int64, len(self._parameters))
+        versions = np.fromiter(map(version_of, self._parameters), np.int64, len(self._parameters))
+        return versions if self._wholes is None else versions + self._versions_of_wholes()

@@ -63,6 +63,8 @@ class Samples:
 
     def _differing(self, rows: Rows, *, everything: bool) -> list[int]:
         table = self._table
+        if not table.has_copies:
+            return []
         found: list[int] = table.differing(rows, everything=everything).tolist()
         if found:
             found = [row for row in found if table.is_home(table.states[row])]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.places import ADDRESS, NOWHERE, moved, places_of
+from superadam.kernels.places import ADDRESS, LAYOUT, NOWHERE, compare, places_of
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.new_values import NewValues, Patch, Shadow
 from superadam.state.norm import GradientNorm
@@ -33,19 +33,18 @@ from superadam.state.resident import ResidentStates
 from superadam.state.uncertain import Listed
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
-_STRIDED = torch.strided
 _get_row = operator.attrgetter("row")
 Segments = npt.NDArray[np.void]  # a kernel job: rows of `superadam.kernels.native.SEGMENT`
 Indices = Sequence[int] | npt.NDArray[np.int32]  # of each row's coefficients in a `CoefficientTable`
 
 
 class CoefficientTable:
-    """Collects the coefficient sets of one job; equal sets are stored once."""
+    """Collects the coefficient sets of one job; what gives equal sets is looked up once."""
 
     def __init__(self) -> None:
-        self._index: dict[Coefficients, int] = {}
-        self._alive: list[Hyperparameters] = []  # so that no id in _known is reused
-        self._known: dict[tuple[int, int, Scale, Arithmetic, Interval | None], int] = {}
+        self._sets: list[Coefficients] = []
+        self._alive: list[Hyperparameters] = []  # so that no id in _index is used again
+        self._index: dict[tuple[int, int, Scale, Arithmetic, Interval | None], int] = {}
 
     def index(
         self,
@@ -57,7 +56,9 @@ class CoefficientTable:
     ) -> int:
         """Return the index of the coefficients of this step, with the interval test's where its proof holds."""
         key = (id(hyper), step, scale, arithmetic, interval)
-        if key not in self._known:
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self._sets)
             coefficients = Coefficients.at_step(
                 hyper,
                 step,
@@ -66,20 +67,18 @@ class CoefficientTable:
                 double=arithmetic is Arithmetic.DOUBLE,
                 compact=arithmetic is Arithmetic.COMPACT,
             )
-            if interval is not None:
-                coefficients = coefficients.over(interval) or coefficients
-            self._known[key] = self._index.setdefault(coefficients, len(self._index))
             self._alive.append(hyper)
-        return self._known[key]
+            self._sets.append(coefficients if interval is None else coefficients.over(interval) or coefficients)
+        return index
 
     @property
     def sets(self) -> list[Coefficients]:
         """The coefficient sets, by index."""
-        return list(self._index)
+        return self._sets
 
     def array(self) -> npt.NDArray[np.void]:
         """Return the sets as kernels read them."""
-        return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
+        return np.array([coefficients.row() for coefficients in self._sets], native.COEFFICIENTS)
 
 
 class ParameterTable:
@@ -93,6 +92,7 @@ class ParameterTable:
         steps: accepted steps of each parameter.
         is_staged: whether kernels on the CPU can neither read nor write the row's elements of the parameter.
         is_published: whether the optimizer's `state`, as users see it, holds what the parameter's row holds.
+        plain_layouts: of a gradient that kernels read where it lies, and whose dtype is the parameter's.
         is_held: whether a program may refer to what is in the row's entry of `state`. It may then write to it, move it
             or free it at any time, so that nothing reads that memory but calls of the program, which look first.
         is_any_held: whether any row is.
@@ -115,9 +115,8 @@ class ParameterTable:
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.new_values = new_values
         self._resident = resident
-        self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
-        distinct = {state.shape: state.shape for state in self.states}  # few, so that they stay in the cache
-        self._shapes = [distinct[state.shape] for state in self.states]
+        is_plain = [state.is_contiguous_on_cpu and not state.is_distributed for state in self.states]
+        self.plain_layouts = np.where(is_plain, places_of(parts)[:, LAYOUT], 0)
         self._first_chunks = np.cumsum([0, *(native.chunk_count(state.shape.numel()) for state in self.states)])
         self.norm = GradientNorm.zeros(int(self._first_chunks[-1]))
         self.pieces: list[Piece] = [*self.states, *(piece for state in self.states for piece in state.cuts)]
@@ -128,17 +127,19 @@ class ParameterTable:
         begins = np.array([piece.begin for piece in self.pieces], np.int64)
         self._begin_chunks = self._first_chunks[self.owners] + begins // native.CHUNK
         self._rows = np.zeros(len(self.pieces), native.SEGMENT)
+        self._bytes = self._rows.view(f"V{self._rows.itemsize}")  # which numpy copies at once, not field by field
         self._rows["length"] = [piece.shape.numel() for piece in self.pieces]
         self._rows["sums"] = self.norm.sums.ctypes.data + 8 * self._begin_chunks
         self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * self._begin_chunks
-        self._rows["out_dtype"] = [DTYPES[piece.parameter_dtype] for piece in self.pieces]
-        self._rows["gradient_dtype"] = self._rows["out_dtype"]  # the usual one
-        self._is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
+        self._rows["gradient_dtype"] = [DTYPES[piece.parameter_dtype] for piece in self.pieces]  # the usual one
+        is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
+        self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
         self._rows["format"] = [piece.state.format for piece in self.pieces]
         self._rows["phase"] = [piece.state.threshold_phase for piece in self.pieces]
         self._arithmetic = np.array([piece.state.arithmetic for piece in self.pieces], np.int64)
-        self._parameter_pointers = np.zeros(len(self.pieces), np.uint64)
+        self._only_arithmetic = {piece.state.arithmetic for piece in self.pieces}
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
+        self._is_any_staged, self.has_copies = bool(self.is_staged.any()), not is_own_master.all()
         self._arrays: list[Tensor | None] = [None for _ in ARRAYS for _ in self.states]  # of all states, row by row
         self._places = places_of(self._arrays)  # when they were last bound
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
@@ -168,9 +169,13 @@ class ParameterTable:
 
     def _point_at_parameter(self, state: ParameterState) -> None:
         for piece in (state, *state.cuts):
-            self._parameter_pointers[piece.row] = 0 if state.is_staged else _address(state.local, piece)
-            if state.is_own_master:
-                self._rows[piece.row]["master"] = self._parameter_pointers[piece.row]
+            address = 0 if state.is_staged else _address(state.local, piece)
+            self._rows[piece.row]["master" if state.is_own_master else "out"] = address
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any parameter has one."""
+        return bool(np.count_nonzero(self._rows["exp_avg"]))
 
     def create_state(self, state: ParameterState, *, with_max: bool) -> None:
         """Create what a step of a parameter reads and writes, where it lacks any of it."""
@@ -198,12 +203,11 @@ class ParameterTable:
 
     def look(self) -> list[ParameterState]:
         """Look at every parameter; return the states of those that have moved, whose pointers are no longer used."""
-        found = [self.states[row] for row in self.fingerprints.look()]
+        rows = self.fingerprints.look()
+        found = [self.states[row] for row in rows] if rows else []
         for state in found:
             for piece in (state, *state.cuts):
-                self._parameter_pointers[piece.row] = 0
-                if state.is_own_master:
-                    self._rows[piece.row]["master"] = 0
+                self._rows[piece.row]["master" if state.is_own_master else "out"] = 0
         return found
 
     def held_states(self) -> list[ParameterState]:
@@ -216,10 +220,10 @@ class ParameterTable:
         Their pointers are no longer used: whatever reads them before they are refreshed is an error.
         """
         positions = (len(ARRAYS) * rows[:, None] + np.arange(len(ARRAYS))).ravel()
-        present = places_of([self._arrays[position] for position in positions.tolist()])
+        arrays = [self._arrays[position] for position in positions.tolist()]
         found: dict[int, list[str]] = {}
         before = self._places.take(positions, axis=0)  # an index fails without an error when memory is short
-        for position in positions[moved(present, before)].tolist():
+        for position in positions[compare(arrays, before)[0]].tolist():
             row, column = divmod(position, len(ARRAYS))
             found.setdefault(row, []).append(ARRAYS[column])
             self._places[position, ADDRESS] = NOWHERE  # until it is bound again
@@ -248,34 +252,24 @@ class ParameterTable:
 
     def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
         """Whether these rows have everything that a step reads and writes."""
-        is_ready = self._rows["exp_avg"][rows].all() and self._rows["master"][rows].all()
-        return bool(is_ready and (not with_max or self._rows["max_exp_avg_sq"][rows].all()))
+        chosen: Any = slice(len(rows)) if rows is self.all_rows else rows
+        for name in ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master"):
+            if np.count_nonzero(self._rows[name][chosen]) < len(rows):
+                return False
+        return True
 
-    def job(self, rows: Rows, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Segments]:
-        """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them."""
-        dtypes: Sequence[torch.dtype | None] = self._plain_dtypes
-        shapes: Sequence[torch.Size] = self._shapes
-        if rows is not self.all_rows:
-            dtypes, shapes = [dtypes[row] for row in rows], [shapes[row] for row in rows]
-        pointers = [  # one loop over many gradients, while each is in the cache
-            gradient.data_ptr()
-            if (
-                gradient.dtype is dtype
-                and gradient.shape == shape
-                and gradient.layout is _STRIDED
-                and gradient.is_cpu
-                and gradient.is_contiguous()
-                and not gradient.is_neg()
-            )
-            else None
-            for gradient, dtype, shape in zip(gradients, dtypes, shapes, strict=True)
-        ]
-        if None not in pointers and 0 not in pointers:
-            segments = self._at(rows)  # whose gradient dtypes are the parameters' own
-            segments["gradient"] = np.fromiter(pointers, np.uint64, len(pointers))
-            return list(gradients), segments
-        fitted = [self.states[row].host_gradient(gradient) for row, gradient in zip(rows, gradients, strict=True)]
-        return fitted, self.segments(rows, fitted)
+    def job(self, rows: Rows, gradients: Sequence[Tensor], addresses: npt.NDArray[np.uint64] | None = None) -> Segments:
+        """Return the job over these rows that reads gradients in the form that kernels read.
+
+        With `addresses` they lie as `plain_layouts` says; others are looked at one by one.
+        """
+        segments = self._at(rows)
+        if addresses is None:
+            segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
+            segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
+        else:
+            segments["gradient"] = addresses
+        return segments
 
     def is_home(self, state: ParameterState) -> bool:
         """Whether a state is newest in its tensors on the host."""
@@ -311,19 +305,13 @@ class ParameterTable:
 
     def differing(self, rows: Rows, *, everything: bool) -> Rows:
         """Return those rows whose parameter, in host memory, is not the rounded master, in samples or at all."""
-        return native.differing(self._rows, self._parameter_pointers, rows, everything=everything)
+        return native.differing(self._rows, rows, everything=everything)
 
     def _at(self, rows: Rows) -> Segments:
         if self._resident is not None:
             self.bring_home(self.pieces[row] for row in rows)
-        return self._rows.copy() if rows is self.all_rows else self._rows[rows]
-
-    def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
-        """Return the job over these rows that reads these gradients, which are in the form that kernels read."""
-        segments = self._at(rows)
-        segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
-        segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
-        return segments
+        chosen = self._bytes[: len(rows)].copy() if rows is self.all_rows else self._bytes[rows]
+        return chosen.view(native.SEGMENT)
 
     def put_norm(self, rows: Rows, norm: GradientNorm) -> None:
         """Copy a norm of these rows that was computed elsewhere into `norm`."""
@@ -368,7 +356,7 @@ class ParameterTable:
         The same pass folds `accepted`, the gradients of the step before, into the state; without them the state stays
         as it is. `num_threads` is a maximum; None for all.
         """
-        segments = self.segments(rows, [record.gradient for record in pending])
+        segments = self.job(rows, [record.gradient for record in pending])
         segments["coefficients"] = indices
         segments["uncertain"] = [0 if record.listed is None else record.listed.address for record in pending]
         segments["out"] = [record.slot.value.data_ptr() for record in pending if record.slot]
@@ -413,10 +401,24 @@ class ParameterTable:
     def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:
         """Fold accepted gradients, which working copies show already, into the state."""
         coefficients = CoefficientTable()
-        segments = self.segments(rows, [record.gradient for record in accepted])
+        segments = self.job(rows, [record.gradient for record in accepted])
         segments["coefficients"] = self.indices_of(rows, accepted, coefficients)
         segments["sums"] = segments["nonfinite"] = 0
         native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
+
+    def is_reached(self, rows: Rows) -> bool:
+        """Whether kernels on the CPU read and write all of these rows where they are."""
+        return not self._is_any_staged or not self.is_staged[rows].any()
+
+    def step_at_once(
+        self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices, max_norm: float
+    ) -> native.Verdict:
+        """Make one step in place by a job that reads its gradients, unless one is Inf or NaN."""
+        segments["coefficients"] = indices
+        try:
+            return native.step(segments, coefficients.array(), self.norm.sums, self.norm.nonfinite, max_norm)
+        finally:
+            self.norm.clear()
 
     def prepared_update(
         self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices
@@ -425,18 +427,16 @@ class ParameterTable:
 
         Its memory is allocated now, so that it does not fail for want of it; the job is overwritten.
         """
-        for column in ARRAYS:  # may have been created since
-            segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
-        segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
-        segments["out"] = self._parameter_pointers[rows]
-        is_staged, table = self.is_staged[rows], coefficients.array()
-        direct = segments[~is_staged] if is_staged.any() else segments  # usual: no copy of perhaps very many
-        in_turn = [
-            ([self.pieces[row] for row in rows[some]], segments[some])
-            for some in _cut(np.flatnonzero(is_staged), segments["length"], self.new_values.staged_numel)
-        ]
+        direct, table = segments, coefficients.array()
+        in_turn: list[tuple[list[Piece], Segments]] = []
+        if self._is_any_staged and (is_staged := self.is_staged[rows]).any():
+            direct = segments[~is_staged]
+            in_turn = [
+                ([self.pieces[row] for row in rows[some]], segments[some])
+                for some in _cut(np.flatnonzero(is_staged), segments["length"], self.new_values.staged_numel)
+            ]
         stage = self.new_values.stage([pieces for pieces, _ in in_turn]) if in_turn else iter(())
 
         def run() -> None:
@@ -488,11 +488,13 @@ class ParameterTable:
         for hyper, count in runs:
             part = slice(begin, begin + count)
             begin += count
-            keys = len(Arithmetic) * (self.steps[rows[part]] + 1) + self._arithmetic[rows[part]]
-            if count and (keys == keys[0]).all():  # usual, and much faster than sorting
-                distinct, inverse = keys[:1], np.zeros(count, np.int64)
-            else:
-                distinct, inverse = np.unique(keys, return_inverse=True)
+            steps = self.steps[part if rows is self.all_rows else rows[part]]
+            first = int(steps[0]) if count else 0
+            if len(self._only_arithmetic) == 1 and np.count_nonzero(steps == first) == count:  # usual, and faster
+                indices[part] = coefficients.index(hyper, first + 1, scale, *self._only_arithmetic)
+                continue
+            keys = len(Arithmetic) * (steps + 1) + self._arithmetic[rows[part]]
+            distinct, inverse = np.unique(keys, return_inverse=True)
             pairs = [divmod(int(key), len(Arithmetic)) for key in distinct]
             found = [coefficients.index(hyper, step, scale, Arithmetic(number)) for step, number in pairs]
             indices[part] = np.array(found, np.int32)[inverse]

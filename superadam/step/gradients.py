@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from superadam.handles.gradient_handle import GradientHandle
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.places import gradients_of
 from superadam.state.parameter import ParameterState
 from superadam.state.table import ParameterTable, Rows, Segments
 
@@ -27,14 +28,20 @@ class StepGradients:
         rows: of `states`.
         gradients: one for each of `states`: as `ParameterState.host_gradient` returns it, or one that was taken before.
         runs: present hyper-parameters, and the number of consecutive states that each is for.
-        segments: the job over them; None where some were taken, or some parameters are cut.
+        are_whole: whether none was taken, and no parameter is cut.
+        addresses: of all of them, where they lie as `ParameterTable.plain_layouts` says; None where some do not.
     """
 
     states: Sequence[ParameterState]
     rows: Rows
     gradients: Sequence[Tensor | TakenGradient]
     runs: list[tuple[Hyperparameters, int]]
-    segments: Segments | None = None
+    are_whole: bool = False
+    addresses: npt.NDArray[np.uint64] | None = None
+
+    def job(self, table: ParameterTable) -> Segments:
+        """Return the job that reads them, where they `are_whole`."""
+        return table.job(self.rows, self.gradients, self.addresses)  # type: ignore[arg-type]
 
     @property
     def hyper(self) -> list[Hyperparameters]:
@@ -49,25 +56,23 @@ def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> St
     parameter.
     """
     received = table.new_values.received
-    every: list[Any] = [parameter.grad for parameter in table.parameters]
-    kinds = set(map(type, every))
-    if table.is_distributed or not kinds <= _ORDINARY:
+    every, addresses, present, plain = gradients_of(table.parameters, table.plain_layouts)
+    if plain < present and (table.is_distributed or not set(map(type, every)) <= _ORDINARY):
         pairs = zip(table.states, every, strict=True)
         every = [None if gradient is None else state.local_gradient(gradient) for state, gradient in pairs]
-        kinds = set(map(type, every))
-    states, present_runs = table.states, runs
-    if any(map(operator.is_, every, itertools.repeat(None))):
+    states, rows, present_runs = table.states, table.all_rows, runs
+    if present < len(every):
         takes_part = [gradient is not None for gradient in every]
         each = iter(takes_part)
         present_runs = [(hyper, sum(itertools.islice(each, count))) for hyper, count in runs]
         states = list(itertools.compress(table.states, takes_part))
         every = list(itertools.compress(every, takes_part))
-    rows = table.rows_of(states)
-    if GradientHandle in kinds or table.is_cut:
-        meant = [_meant(one, state, received) for one, state in zip(every, states, strict=True)]
-        return StepGradients(states, rows, meant, present_runs)
-    gradients, segments = table.job(rows, every if received is None else [*map(received, every)])
-    return StepGradients(states, rows, gradients, present_runs, segments)
+        rows, addresses = table.rows_of(states), addresses[takes_part]
+    if plain == present and received is None and not table.is_cut:
+        return StepGradients(states, rows, every, present_runs, True, addresses)
+    meant = [_meant(gradient, state, received) for gradient, state in zip(every, states, strict=True)]
+    is_any_taken = any(map(isinstance, meant, itertools.repeat(TakenGradient)))
+    return StepGradients(states, rows, meant, present_runs, not (is_any_taken or table.is_cut))
 
 
 def _meant(

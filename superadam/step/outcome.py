@@ -54,13 +54,17 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return ctypes.c_float(min(1.0, max_norm / (norm + _EPSILON))).value
 
 
+def outcome_of(total: float, nonfinite: int, clip: float) -> StepOutcome:
+    """Return the outcome of a step with this norm, number of Inf and NaN, and factor of the limit."""
+    if nonfinite:
+        return StepOutcome(StepKind.SKIPPED, total, 1.0, nonfinite)
+    return StepOutcome(StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED, total, clip)
+
+
 def judge(norm: GradientNorm | RanksNorm, max_norm: float | None) -> StepOutcome:
     """Return the outcome of a step whose gradients have this norm; a `max_norm` of None or inf is no limit."""
-    total, count = norm.total, norm.count
-    if count:
-        return StepOutcome(StepKind.SKIPPED, total, 1.0, count)
-    clip = clip_coefficient(total, max_norm)
-    return StepOutcome(StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED, total, clip)
+    total, count = norm.totals() if isinstance(norm, GradientNorm) else (norm.total, norm.count)
+    return outcome_of(total, count, 1.0 if count else clip_coefficient(total, max_norm))
 
 
 class Applied(NamedTuple):

@@ -33,7 +33,7 @@ from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
 from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients
-from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge
+from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
 
 _NOTHING = nullcontext()
 _Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
@@ -163,7 +163,7 @@ class Transaction:
             self.table.put_norm(self.table.rows_of(waiting), norm)
         elif waiting:
             gradients = [pending[piece].gradient for piece in waiting]
-            segments = self.table.segments(self.table.rows_of(waiting), gradients)
+            segments = self.table.job(self.table.rows_of(waiting), gradients)
             self.table.compute_norm(segments, num_threads=num_threads)
         for chosen in (alone, fused):
             if chosen:
@@ -242,8 +242,8 @@ class Transaction:
             if written := self._samples.find_written(gradients.rows):
                 self._adopt([self.table.states[row] for row in written])
             begin = self._spent("commit_seconds", begin)
-            if gradients.segments is not None:
-                return self._step_in_place(gradients, gradients.segments, max_norm, begin), None
+            if gradients.are_whole:
+                return self._step_in_place(gradients, max_norm, begin), None
             contributions, others = self._contributions(gradients)
             self._drop(others)
             outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
@@ -260,23 +260,33 @@ class Transaction:
             tell("counting what became of speculation", self._count, accepted, begin)
             return told, applied
 
-    def _step_in_place(
-        self, gradients: StepGradients, segments: Segments, max_norm: float | None, begin: float
-    ) -> StepOutcome:
+    def _step_in_place(self, gradients: StepGradients, max_norm: float | None, begin: float) -> StepOutcome:
         """Make a step of gradients none of which was taken, in one job whatever their number."""
         self._drop(self.in_phase(Phase.SPECULATED))
-        try:
-            self.table.compute_norm(segments)
-            outcome = judge(self._over_ranks(Question.STEP, self.table.norm, max_norm), max_norm)
-        finally:
-            self.table.norm.clear()
-        begin = self._spent("norm_seconds", begin)
+        table, rows, runs = self.table, gradients.rows, gradients.runs
+        segments, coefficients = gradients.job(table), CoefficientTable()
+        if self.ranks is None and table.is_reached(rows) and self._is_ready(rows, runs):
+            indices = table.indices_of_next_step(rows, runs, Scale(), coefficients)
+            count = table.prepared_count(rows)
+            limit = math.inf if max_norm is None else max_norm
+            verdict = table.step_at_once(rows, segments, coefficients, indices, limit)
+            outcome = outcome_of(verdict.norm, verdict.nonfinite, verdict.clip)
+            self.statistics.norm_seconds += verdict.seconds
+            begin += verdict.seconds
+        else:
+            try:
+                table.compute_norm(segments)
+                outcome = judge(self._over_ranks(Question.STEP, table.norm, max_norm), max_norm)
+            finally:
+                table.norm.clear()
+            begin = self._spent("norm_seconds", begin)
+            if outcome.kind is not StepKind.SKIPPED:
+                if self._make_ready(gradients.states, rows, runs):
+                    segments = gradients.job(table)
+                indices = table.indices_of_next_step(rows, runs, Scale(outcome.clip_coefficient), coefficients)
+                count = table.prepared_count(rows)
+                table.prepared_update(rows, segments, coefficients, indices)()
         if outcome.kind is not StepKind.SKIPPED:
-            self._make_ready(gradients.states, gradients.rows, gradients.runs)
-            coefficients, scale = CoefficientTable(), Scale(outcome.clip_coefficient)
-            indices = self.table.indices_of_next_step(gradients.rows, gradients.runs, scale, coefficients)
-            count = self.table.prepared_count(gradients.rows)
-            self.table.prepared_update(gradients.rows, segments, coefficients, indices)()
             count()
             tell("timing a step", self._spent, "update_seconds", begin)
         return outcome
@@ -424,10 +434,13 @@ class Transaction:
 
     def _update(self, contributions: Sequence[_Contribution]) -> None:
         """Update parameters in place."""
-        states = [one.piece.state for one in contributions]
-        self._make_ready(states, self.table.rows_of(states), [(one.hyper, 1) for one in contributions])
-        resident = [one for one in contributions if one.is_resident]
-        here = [one for one in contributions if not one.is_resident]
+        states, runs = list[ParameterState](), list[tuple[Hyperparameters, int]]()
+        here, resident = list[_Contribution](), list[_Contribution]()
+        for one in contributions:
+            states.append(one.piece.state)
+            runs.append((one.hyper, 1))
+            (resident if one.is_resident else here).append(one)
+        self._make_ready(states, self.table.rows_of(states), runs)
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
             pieces, gradients = [one.piece for one in resident], [one.gradient for one in resident]
@@ -455,7 +468,7 @@ class Transaction:
 
     def _job(self, contributions: Sequence[_Contribution]) -> tuple[Rows, Segments]:
         rows = self.table.rows_of([one.piece for one in contributions])
-        return rows, self.table.segments(rows, [one.gradient for one in contributions])
+        return rows, self.table.job(rows, [one.gradient for one in contributions])
 
     def _coefficients(self, contributions: Sequence[_Contribution]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
@@ -469,9 +482,15 @@ class Transaction:
 
         Ranks need not all have taken their gradients, so that over several of them the outcome stays as it is.
         """
-        distinct = {one.taken.factors: one.taken for one in contributions if one.taken is not None}
-        factors = {(one.unscale_factor(), _clip_factor(one)) for one in distinct.values()}
-        if len(factors) != 1 or not all(one.waits for one in contributions):
+        distinct: dict[object, TakenGradient] = {}
+        for one in contributions:
+            if not one.waits or one.taken is None:
+                return outcome
+            distinct[one.taken.factors] = one.taken
+        factors = {(1.0, 1.0)}
+        if distinct.keys() != {()}:
+            factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
+        if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()
         self.expected_scale = unscale
@@ -535,14 +554,14 @@ class Transaction:
     def grad_norm(self, gradients: StepGradients) -> float:
         """Return the norm of these gradients, as a step would judge it."""
         with self._timed("norm_seconds"):
-            if gradients.segments is None:
+            if not gradients.are_whole:
                 contributions, others = self._contributions(gradients)
                 norm = self.table.norm.copy()
                 for piece in others:
                     norm.clear(self.table.chunks_of(piece.row))
                 return self._judge(Question.NORM, contributions, norm, 0.0).grad_norm
             norm = GradientNorm.zeros(len(self.table.norm.sums))
-            self.table.compute_norm(gradients.segments, norm)
+            self.table.compute_norm(gradients.job(self.table), norm)
             return self._over_ranks(Question.NORM, norm, 0.0).total
 
     # ---- outside writes ----------------------------------------------------------------------------------------------
@@ -581,17 +600,24 @@ class Transaction:
         with self._timed("commit_seconds"):
             self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
+    def _is_ready(self, rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]) -> bool:
+        with_max = False
+        for hyper, _ in runs:
+            with_max |= hyper.amsgrad
+        return self.table.are_ready(rows, with_max=with_max)
+
     def _make_ready(
         self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
-    ) -> None:
-        """Create the state that a step with these hyper-parameters reads and writes."""
-        if self.table.are_ready(rows, with_max=any(hyper.amsgrad for hyper, _ in runs)):
-            return
+    ) -> bool:
+        """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
+        if self._is_ready(rows, runs):
+            return False
         each = [*itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)]
         for state, hyper in zip(states, each, strict=True):
             state.check_largest(is_wanted=hyper.amsgrad)
         for state, hyper in zip(states, each, strict=True):
             self.table.create_state(state, with_max=hyper.amsgrad)
+        return True
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

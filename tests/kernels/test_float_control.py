@@ -103,8 +103,8 @@ def test_the_usual_mode_is_recognized_and_restored(setting):
 
 @given(hyperparameters(), st.integers(1, 1000), scales())
 def test_coefficients_do_not_depend_on_flushing(hyper, step, scale):
-    expected = Coefficients.at_step.__wrapped__(hyper, step, scale)
+    expected = Coefficients.at_step(hyper, step, scale)
     with flushed_denormals():
-        under = Coefficients.at_step.__wrapped__(hyper, step, scale)
+        under = Coefficients.at_step(hyper, step, scale)
     assert under == expected
     assert np.signbit(under.row()).tolist() == np.signbit(expected.row()).tolist()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from superadam.kernels import _places, places
 from superadam.kernels.memory import has_memory
-from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, moved, places_of
+from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, compare, gradients_of, places_of
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:
@@ -43,19 +43,71 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("look", [_places.look, places._look_in_python], ids=["C", "Python"])
-def test_every_change_of_memory_or_layout_is_seen(change, look, monkeypatch):
-    monkeypatch.setattr(places, "_look", look)
+@pytest.mark.parametrize("is_in_c", [True, False], ids=["C", "Python"])
+def test_every_change_of_memory_or_layout_is_seen(change, is_in_c, monkeypatch):
+    if not is_in_c:
+        monkeypatch.setattr(places, "_look", places._look_in_python)
+        monkeypatch.setattr(places, "_compare", places._compare_in_python)
     tensors = [torch.ones(6, 6) for _ in range(3)]
     before = places_of(tensors)
-    assert moved(places_of(tensors), before).tolist() == []
+    versions = before[:, VERSION].tolist()
+    assert compare(tensors, before)[0] == []
+    assert compare(tensors, before)[1].tolist() == versions
+    assert compare(tensors, before)[2] == 0
     tensors[0].mul_(2)
     with torch.no_grad():
         CHANGES[change](tensors[1])
-    present = places_of(tensors)
-    assert moved(present, before).tolist() == [1]
-    assert present[0, VERSION] == before[0, VERSION] + 1
-    assert present[2].tolist() == before[2].tolist()
+    moved, present, changed = compare(tensors, before)
+    assert moved == [1]
+    assert present[0] == versions[0] + 1
+    assert present[2] == versions[2]
+    assert changed == 1 + (present[1] != versions[1])
+    assert places_of(tensors)[2].tolist() == before[2].tolist()
+
+
+GRADIENTS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "plain": lambda t: t,
+    "none": lambda t: None,
+    "of another dtype": Tensor.bfloat16,
+    "of another layout": lambda t: t.t().contiguous().t(),
+    "of another shape": lambda t: t[:1],
+    "negated": torch._neg_view,
+    "without memory": lambda t: t.to("meta"),
+    "of a class of its own": nn.Parameter,
+    "sparse": Tensor.to_sparse,
+    "freed": lambda t: (_resize(t, 0), t)[1],
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_only_an_ordinary_gradient_has_an_address(kind):
+    """Of those that have one, kernels read the values that the tensor has."""
+    parameters = [nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
+    layouts = np.ascontiguousarray(places_of(parameters)[:, LAYOUT])
+    for parameter in parameters:
+        parameter.grad_dtype = None
+        parameter.grad = torch.ones(2, 3)
+    if kind in ("of another shape", "without memory"):
+        parameters[1] = Holding(GRADIENTS[kind](torch.ones(2, 3)))
+    else:
+        parameters[1].grad = GRADIENTS[kind](torch.ones(2, 3))
+    gradients, addresses, present, plain = gradients_of(parameters, layouts)
+    assert all(one is parameter.grad for one, parameter in zip(gradients, parameters, strict=True))
+    assert present == 3 - (kind == "none")
+    assert plain == 2 + (kind == "plain")
+    expected = [parameter.grad.data_ptr() for parameter in parameters] if kind == "plain" else None
+    assert expected is None or addresses.tolist() == expected
+    assert (addresses[1] == 0) == (kind != "plain")
+    found, none, counted, few = places._gradients_in_python(parameters, layouts, addresses), 0, present, 0
+    assert (len(found[0]), found[1:]) == (3, (counted, few))
+    assert addresses.tolist() == [none] * 3
+
+
+class Holding:
+    """Has a gradient that torch would not take."""
+
+    def __init__(self, gradient: Tensor | None) -> None:
+        self.grad = gradient
 
 
 def test_both_ways_find_the_same():
@@ -77,25 +129,28 @@ def test_both_ways_find_the_same():
 
 
 def test_an_array_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="one place for each tensor"):
-        _places.look([torch.ones(3)], np.zeros(9, np.int64))
+    tensors, few, one, place = [torch.ones(3)], np.zeros(9, np.int64), np.zeros(1, np.int64), np.zeros(5, np.int64)
+    calls = [(_places.look, few), (_places.compare, few, one), (_places.compare, place, few)]
+    for function, *arrays in [*calls, (_places.gradients, few, one), (_places.gradients, one, few)]:
+        with pytest.raises(ValueError, match="one place for each tensor"):
+            function(tensors, *arrays)
 
 
 def test_another_version_of_dlpack_is_refused():
     with pytest.raises(ValueError, match="incorrect name"):
-        _places.use(torch._C._to_dlpack(torch.ones(3)), None, None, "", "")
+        _places.use(torch._C._to_dlpack(torch.ones(3)), *[None] * 7)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     for major, view in ((2, 1), (1, 0)):
         api = (ctypes.c_uint64 * 8)(major, 0, 0, 0, 0, view)
         capsule = new(ctypes.addressof(api), b"dlpack_exchange_api", None)
         with pytest.raises(ValueError, match="not that of DLPack 1"):
-            _places.use(capsule, None, None, "", "")
+            _places.use(capsule, *[None] * 7)
 
 
 def test_what_torch_calls_itself_is_taken_again() -> None:
-    names = Tensor.untyped_storage, torch.UntypedStorage.nbytes, "_cdata", "_version"
-    assert _places.use(Tensor.__dlpack_c_exchange_api__, *names) is None
+    names = Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg, "_cdata", "_version", "grad"
+    assert _places.use(Tensor.__dlpack_c_exchange_api__, Tensor, *names) is None
     test_both_ways_find_the_same()
 
 
@@ -115,24 +170,45 @@ def test_a_list_that_is_shortened_meanwhile_is_told() -> None:
     tensors = first.tensors = [first, torch.ones(3)]
     with pytest.raises(IndexError):
         _places.look(tensors, np.zeros(10, np.int64))
+    tensors += [first, torch.ones(3)]
+    with pytest.raises(IndexError):
+        _places.compare(tensors, np.zeros(10, np.int64), np.zeros(2, np.int64))
+
+
+def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
+    with pytest.raises(AttributeError, match="grad"):
+        gradients_of([nn.Parameter(torch.ones(3)), object()], np.zeros(2, np.int64))
 
 
 def test_nothing_is_left_of_a_look() -> None:
-    """Neither a reference to what was looked at, nor to the numbers that it found, nor to the array."""
-    tensors, memory = [torch.ones(3) for _ in range(100)], bytearray(4000)
-    _places.look(tensors, memory)
-    counts = [*map(sys.getrefcount, tensors)]
+    """Neither a reference to what was looked at, nor to the numbers that it found, nor to the arrays."""
+    tensors, memory, numbers = [nn.Parameter(torch.ones(3)) for _ in range(300)], bytearray(12000), bytearray(2400)
+    for tensor in tensors:
+        tensor.grad = torch.ones(3)
+
+    def look() -> None:
+        _places.look(tensors, memory)
+        _places.compare(tensors, memory, numbers)
+        _places.gradients(tensors, numbers, numbers)
+        memory[:] = bytes(12000)  # other places than those of the tensors
+        _places.compare(tensors, memory, numbers)
+
+    look()
+    counts = [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)]
+    falses = sys.getrefcount(False)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(20):
-            _places.look(tensors, memory)
+            look()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert after - before < 2000
-    assert [*map(sys.getrefcount, tensors)] == counts
+    assert [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)] == counts
+    assert sys.getrefcount(False) < falses + 100
     memory.append(0)  # which an array that refers to it would refuse
+    numbers.append(0)
 
 
 @pytest.mark.parametrize(

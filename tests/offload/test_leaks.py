@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice
-from superadam.kernels.hyperparameters import Coefficients, beta_power
+from superadam.kernels.hyperparameters import beta_power
 from superadam.offload import trace
 from superadam.testing import SimulatedDevice
 
@@ -53,7 +53,6 @@ def scheduler_for(
 
 def census() -> Counter[str]:
     """Count objects by type, and what containers hold; caches of scalars, which take long to fill, are emptied."""
-    Coefficients.at_step.cache_clear()
     beta_power.cache_clear()
     gc.collect()
     gc.collect()  # what finalizers of the first one have let go

@@ -54,8 +54,8 @@ def test_memory_that_has_moved_is_used_no_longer(name: str) -> None:
     getattr(state, name).data = torch.ones(2)
     for _ in range(2):  # and where the same memory comes back
         assert table.moved_arrays(table.all_rows) == {0: [name]}
-        assert table.segments(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [0]
+        assert table.job(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [0]
         getattr(state, name).data = before
     state.put({name: getattr(state, name)})
     assert table.moved_arrays(table.all_rows) == {}
-    assert table.segments(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [before.data_ptr()]
+    assert table.job(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [before.data_ptr()]

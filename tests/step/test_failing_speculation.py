@@ -23,7 +23,7 @@ ALLOCATING = (
     (PlainDevice, "host_empty"),
     (ParameterState, "zeros"),
     (ParameterState, "host_copy"),
-    (ParameterTable, "segments"),
+    (ParameterTable, "job"),
     (ParameterTable, "prepared_count"),
     (CoefficientTable, "array"),
     (transaction, "empty_lists"),

@@ -73,12 +73,12 @@ def test_every_gradient_comes_with_its_parameter_and_group(groups: list[list[int
         else:
             assert type(there) is GradientHandle
             assert gradient is (there.taken if flat[row] == TAKEN else there.taken.given)
-    if {TAKEN, GIVEN_BACK} & set(flat):
-        assert got.segments is None
+    assert got.are_whole == (TAKEN not in flat)
+    if not got.are_whole:
         return
-    assert got.segments is not None
-    assert got.segments["gradient"].tolist() == [gradient.data_ptr() for gradient in got.gradients]
-    assert got.segments["length"].tolist() == [row % 3 for row in expected]
+    job = got.job(table)
+    assert job["gradient"].tolist() == [gradient.data_ptr() for gradient in got.gradients]
+    assert job["length"].tolist() == [row % 3 for row in expected]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,12 @@ def test_a_gradient_in_another_form_among_plain_ones(odd: object, count: int) ->
 
     got = gather(table, [(hyper(0.1), count)])
 
-    assert got.segments is not None
+    assert got.are_whole
     assert torch.equal(got.gradients[-1], torch.resolve_neg(gradient))
     assert got.gradients[-1].is_contiguous()
     assert not got.gradients[-1].is_neg()
     assert all(one is p.grad for one, p in zip(got.gradients[:-1], table.parameters, strict=False))
-    expected = table.segments(table.all_rows, got.gradients)
-    assert got.segments.tobytes() == expected.tobytes()
+    assert got.job(table).tobytes() == table.job(table.all_rows, got.gradients).tobytes()
 
 
 @pytest.mark.parametrize("kinds", [(PLAIN, PLAIN), (PLAIN, TAKEN), (GIVEN_BACK, TAKEN)])

@@ -44,7 +44,8 @@ def test_coefficient_is_an_fp32_value_of_at_most_one(norm: float, limit: float) 
     assert float(np.float32(clip)) == clip
 
 
-ENTRIES = st.lists(st.tuples(st.floats(0.0, 1e30), st.integers(0, 3)), max_size=8)
+CHUNKS = st.one_of(st.tuples(st.floats(0.0, 1e30), st.just(0)), st.tuples(st.just(math.inf), st.integers(1, 3)))
+ENTRIES = st.lists(CHUNKS, max_size=8)
 
 
 def norm_of(entries: list[tuple[float, int]]) -> GradientNorm:
