@@ -203,7 +203,7 @@ def check_schedule(training: Any) -> None:
     Raises:
         RefusedError: it cannot, as where it needs arguments of its own.
     """
-    like = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
+    like = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=training.learning_rate)
     arguments = {"num_warmup_steps": 0, "num_training_steps": 1}
     attempt(
         lambda: get_scheduler(

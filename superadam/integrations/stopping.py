@@ -64,7 +64,7 @@ class SavesOnSignal(TrainerCallback):
         """Whether some rank had been asked one step ago; of one rank, whether it is asked now."""
         if self._group is None:
             return self._is_asked
-        answer, asked = self._answer, torch.tensor([int(self._is_asked)])
+        answer, asked = self._answer, torch.tensor([int(self._is_asked)], device="cpu")
         self._answer = asked, dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if answer is None:
             return False
