@@ -138,9 +138,9 @@ typedef struct {
     double seconds;
 } superadam_verdict;
 
-/* NORM, then, unless an element is Inf or NaN, UPDATE with the gradients multiplied by min(1, max_norm / (norm + 1e-6)),
- * rounded to fp32. The segments' `sums` and `nonfinite` are all entries of the arrays of `chunk_count` that are passed
- * here; these pointers and the coefficients' scale are overwritten. */
+/* NORM, then, unless an element is Inf or NaN, UPDATE with the gradients multiplied by min(1, max_norm / (norm +
+ * 1e-6)), rounded to fp32. The segments' `sums` and `nonfinite` are all entries of the arrays of `chunk_count` that are
+ * passed here; these pointers and the coefficients' scale are overwritten. */
 int superadam_step(int isa, superadam_segment *segments, int64_t segment_count, superadam_coefficients *coefficients,
                    int64_t coefficient_count, const double *sums, const int64_t *nonfinite, int64_t chunk_count,
                    double max_norm, int threads, superadam_verdict *verdict);

@@ -1,8 +1,8 @@
 /* The Python module superadam.kernels._places: where tensors lie in memory, for a whole list in one call.
  *
  * torch fills a DLTensor for a tensor without allocating anything, by a function that the capsule
- * `torch.Tensor.__dlpack_c_exchange_api__` holds: the C exchange API of DLPack 1.3. The storage, the version counter and
- * the gradient come from Python's objects. Nothing here keeps a reference. */
+ * `torch.Tensor.__dlpack_c_exchange_api__` holds: the C exchange API of DLPack 1.3. The storage, the version counter
+ * and the gradient come from Python's objects. Nothing here keeps a reference. */
 
 #include <Python.h>
 #include <stdint.h>
@@ -219,7 +219,8 @@ static PyMethodDef functions[] = {
      "and return the positions of those whose memory is another, or is seen in another layout, and how many versions "
      "are others."},
     {"gradients", gradients, METH_VARARGS,
-     "Return the gradients of a list of parameters, how many are present, and how many lie as an array of layouts says; "
+     "Return the gradients of a list of parameters, how many are present, and how many lie as an array of layouts "
+     "says; "
      "write the addresses of those into another one, and 0 for all others."},
     {NULL, NULL, 0, NULL},
 };

@@ -87,7 +87,8 @@ static PyObject *leave(PyObject *error, PyObject *handled)
         PyObject *arguments = Py_NewRef(PyList_GetItem(due, 0));
         PyList_SetSlice(due, 0, 1, NULL);
         const int number = (int)PyLong_AsLong(PyTuple_GetItem(arguments, 0));
-        PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, numbers[number], NULL); /* the one that was called last may set it */
+        PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, numbers[number],
+                                                         NULL); /* the one that was called last may set it */
         PyObject *result = handler && PyCallable_Check(handler) ? PyObject_CallObject(handler, arguments) : NULL;
         if (PyErr_Occurred())
             keep_error(&error);
