@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from superadam._kernels import ffi, lib
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Pass
+from superadam.state.norm import GradientNorm
+from superadam.step.outcome import StepKind, judge
 
 HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
 USED = {  # arrays that each pass must have
@@ -236,6 +239,63 @@ def test_a_bad_number_of_threads_raises(count):
 def test_ordered_sum_adds_in_order(values):
     ours, expected = native.ordered_sum(np.array(values)), formula.ordered_sum(np.array(values))
     assert np.array_equal([ours], [expected], equal_nan=True)
+
+
+# -- a step in one call ------------------------------------------------------------------------------------------------
+
+
+class Update:
+    """A job over own masters in fp32, with arrays for its norm."""
+
+    def __init__(self, lengths: list[int], seed: int, bad: list[float]) -> None:
+        rng, chunks = np.random.default_rng(seed), [native.chunk_count(length) for length in lengths]
+        self.arrays = {name: rng.normal(size=sum(lengths)).astype(np.float32) for name in ("gradient", "master")}
+        self.arrays |= {name: np.abs(rng.normal(size=sum(lengths))).astype(np.float32) for name in MOMENTS}
+        self.arrays["gradient"][: len(bad)] = bad
+        self.sums, self.nonfinite = np.zeros(sum(chunks)), np.zeros(sum(chunks), np.int64)
+        self.segments = np.zeros(len(lengths), native.SEGMENT)
+        self.segments["length"], self.segments["gradient_dtype"] = lengths, Dtype.FLOAT32
+        for name, array in self.arrays.items():
+            self.segments[name] = array.ctypes.data + 4 * np.cumsum([0, *lengths[:-1]])
+        for name in ("sums", "nonfinite"):
+            self.segments[name] = getattr(self, name).ctypes.data + 8 * np.cumsum([0, *chunks[:-1]])
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=4),
+    limit=st.sampled_from([math.inf, 0.0, 1e-3, 1.0, 1e3]),
+    bad=st.lists(st.sampled_from([math.inf, -math.inf, math.nan, 3e38]), max_size=1),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed):
+    ours, expected = Update(lengths, seed, bad), Update(lengths, seed, bad)
+    verdict = native.step(
+        ours.segments, coefficient_table([Coefficients.at_step(HYPER, 3)]), ours.sums, ours.nonfinite, limit
+    )
+    native.run(Pass.NORM, expected.segments)
+    outcome = judge(GradientNorm(expected.sums, expected.nonfinite), limit)
+    if outcome.kind is not StepKind.SKIPPED:
+        expected.segments["sums"] = expected.segments["nonfinite"] = 0
+        table = coefficient_table([Coefficients.at_step(HYPER, 3, outcome.clip_coefficient)])
+        native.run(Pass.UPDATE, expected.segments, table)
+    assert np.array_equal(verdict.norm, outcome.grad_norm, equal_nan=True)
+    assert verdict.nonfinite == outcome.nonfinite
+    assert outcome.kind is StepKind.SKIPPED or verdict.clip == outcome.clip_coefficient
+    assert verdict.seconds >= 0
+    for name, array in ours.arrays.items():
+        assert array.tobytes() == expected.arrays[name].tobytes()
+
+
+@pytest.mark.parametrize("name", ["gradient", "sums", "master", "exp_avg"])
+def test_a_step_that_lacks_an_array_changes_no_state(name):
+    job, before = Update([100, 5000], 0, []), Update([100, 5000], 0, [])
+    job.segments[name][1] = 0
+    with pytest.raises(ValueError, match="lacks an array"):
+        native.step(job.segments, coefficient_table([Coefficients.at_step(HYPER, 3)]), job.sums, job.nonfinite, 1.0)
+    assert all(array.tobytes() == before.arrays[name].tobytes() for name, array in job.arrays.items())
 
 
 def test_chunk_count():
