@@ -28,6 +28,10 @@ SMALL_TENSORS, SMALL_NUMEL = 10_000, 1_000
 """Of the contests over many tensors: their number, and the elements of each."""
 
 
+SIZES = ((1, 64), (12, 4096), (150, 65_536), (1, 1 << 20))
+"""Of the contests over small models: number of tensors, and the elements of each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contest:
     """One comparison with torch.
@@ -140,8 +144,14 @@ def prepare_float32(tensors: int, numel: int) -> tuple[Action, Action]:
     return _our_adamw(ours).step, _torch_step(theirs)
 
 
+def prepare_without_norm(tensors: int, numel: int) -> tuple[Action, Action]:
+    """As `prepare_float32`, against the fused step alone, which neither clips nor finds Inf and NaN."""
+    parameters = _with_gradients(_tensors(tensors, numel, 1.0, 0), _tensors(tensors, numel, 1e-3, 1))
+    return prepare_float32(tensors, numel)[0], _torch_adamw(parameters).step
+
+
 def contests(numel: int) -> list[Contest]:
-    """Return the comparisons: one large tensor of `numel` elements, and many small ones."""
+    """Return the comparisons: one large tensor of `numel` elements, many small ones, and small models."""
     clip_and_step = "clip_grad_norm_ + AdamW(fused=True)"
     widen_and_copy = f"widened gradients + {clip_and_step} + bf16 copy"
     many = f"{SMALL_TENSORS} x {SMALL_NUMEL}"
@@ -155,6 +165,14 @@ def contests(numel: int) -> list[Contest]:
             f"{many} bf16", "SpeculativeCPUAdamW.step", widen_and_copy, SMALL_TENSORS, SMALL_NUMEL, prepare_bfloat16
         ),
         Contest(f"{many} f32", "SpeculativeCPUAdamW.step", clip_and_step, SMALL_TENSORS, SMALL_NUMEL, prepare_float32),
+        *(
+            Contest(f"{count} x {length} f32", "SpeculativeCPUAdamW.step", theirs, count, length, prepare)
+            for count, length in SIZES
+            for theirs, prepare in (
+                (clip_and_step, prepare_float32),
+                ("AdamW(fused=True), no norm", prepare_without_norm),
+            )
+        ),
     ]
 
 

@@ -90,6 +90,7 @@ def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp
     monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: 1)
     monkeypatch.setattr(contests, "SMALL_TENSORS", 5)
     monkeypatch.setattr(contests, "SMALL_NUMEL", 100)
+    monkeypatch.setattr(contests, "SIZES", ((2, 100),))
     target = tmp_path / "bench.json"
     before = native.active_isa()
     words = ["--numel", "8192", "--pairs", "2", "--tokens", "64", "--threads", "2", "1", "--json", str(target)]
@@ -110,7 +111,7 @@ def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp
     assert {isa for isa, _, _ in chosen} == set(native.available_isas())
     assert {threads for _, threads, _ in chosen} == {1, 2}
     assert len(read["passes"]) == len(chosen) * len(passes.PASSES)
-    assert len(read["contests"]) == 5
+    assert len(read["contests"]) == 7
     for row in read["passes"] + read["contests"] + read["overlap"]:
         assert row["pairs"] == 2
         assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
