@@ -50,7 +50,7 @@ def to_table(rows: Sequence[Row], settings: Settings) -> Table:
     for row in rows:
         table.add_section()
         if size != (size := (row.parameters, row.layers)):
-            table.add_row(f"[bold]{in_words(row.parameters)} / {row.layers}")
+            table.add_row(f"[bold]{in_words(row.parameters)}\n/ {row.layers}")
         table.add_row(f"[bold]{row.ratio:g} x {1e3 * row.adam_seconds:.0f} ms")
         for name in ("clock", *_SIDES):
             table.add_row(f"  {_NAMES[name]}", *_columns(getattr(row, name), settings))

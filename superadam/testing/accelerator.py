@@ -141,7 +141,7 @@ class SimulatedAccelerator:
         self.shuffled = self.random.choice([1.0, 1.0, 0.02])
         self.is_late = False
         self.blocks: dict[int, Block] = {}  # by address
-        self.filled: collections.deque[np.ndarray[Any, Any]] = collections.deque(maxlen=1000)  # memory that was freed
+        self.filled: collections.deque[np.ndarray[Any, Any]] = collections.deque(maxlen=64)  # memory that was freed
         self.registered: dict[int, int] = {}  # sizes of pinned memory, by address
         self.streams: list[SimulatedStream] = []  # in the order of their ranks
         self.first = self.Stream()  # of the model

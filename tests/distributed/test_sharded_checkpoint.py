@@ -207,7 +207,7 @@ def test_rank_that_is_killed_leaves_the_older_one(victim, waits, tmp_path):
     assert results[victim] == ranks.ENDED
     words = results[1 - victim]
     if not waits:
-        assert words.startswith("cannot end a save beside training: ")
+        assert words.startswith("cannot end a save in the background: ")
         assert "see whether a rank has ended" in words
         assert "\n" not in words
     assert len(list(tmp_path.glob(".save-*"))) == (victim == 0)  # rank 0 tidies up; without it, the next save does
