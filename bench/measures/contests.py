@@ -166,11 +166,11 @@ def contests(numel: int) -> list[Contest]:
         ),
         Contest(f"{many} f32", "SpeculativeCPUAdamW.step", clip_and_step, SMALL_TENSORS, SMALL_NUMEL, prepare_float32),
         *(
-            Contest(f"{count} x {length} f32", "SpeculativeCPUAdamW.step", theirs, count, length, prepare)
+            Contest(f"{count} x {length} f32{apart}", "SpeculativeCPUAdamW.step", theirs, count, length, prepare)
             for count, length in SIZES
-            for theirs, prepare in (
-                (clip_and_step, prepare_float32),
-                ("AdamW(fused=True), no norm", prepare_without_norm),
+            for apart, theirs, prepare in (
+                ("", clip_and_step, prepare_float32),
+                (", no norm", "AdamW(fused=True) alone", prepare_without_norm),
             )
         ),
     ]
