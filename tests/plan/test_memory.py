@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from superadam.cli.plan.presets import presets
+from superadam.cli.plan.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
 from superadam.plan.activations import Activations
@@ -25,7 +26,6 @@ from superadam.plan.memory import (
     memory_of,
     total,
 )
-from superadam.plan.remedies import remedies
 
 SMALLER = {"moments": "bf16", "master": "24bit"}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from superadam.cli.plan.operations import Operations, operations
 from superadam.cli.plan.rates import rates_of
+from superadam.cli.plan.remedies import Remedy, remedies
 from superadam.cli.plan.schedule import Part, buckets_of, parts_of
 from superadam.cli.plan.ways import placed, synchronous
 from superadam.offload.needs import bytes_of_state
@@ -15,7 +16,6 @@ from superadam.plan.activations import Activations
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
 from superadam.plan.memory import SIZE, Memory, Setting, Subject, activations_for, memory_of, placement_of, total
-from superadam.plan.remedies import Remedy, remedies
 
 EFFICIENCIES = (0.45, 0.55, 0.65)
 """Shares of the GPU's peak at which the model may compute: nothing but a measurement tells which."""
