@@ -10,6 +10,9 @@ import contextlib
 import itertools
 import mmap
 import os
+import random
+import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -41,6 +44,7 @@ from support.gpu_variants import (
     noted_launches,
 )
 from support.kernel_arrays import STORAGE, Job, make_segment, widen
+from support.ptx_faults import RULES, shown
 from support.strategies import Magnitudes
 
 from superadam import gpu
@@ -170,6 +174,7 @@ def half_patterns(source: torch.dtype, link: torch.dtype) -> np.ndarray:
 def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool) -> None:
     """Pack programs of whole chunks, and one with ends; of one dtype also every half, or what lies beside ties."""
     lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, 300, 17, 255, *range(2, 6)]
+    lengths += [2 * CHUNK - 1] * (len(sources) if len(sources) > 1 else 0)  # a whole and a part of each dtype
     dtypes = [DTYPES[sources[number % len(sources)]] for number in range(len(lengths))]
     kinds = [Magnitudes.SPECIAL, *Magnitudes]
     stored = [
@@ -297,3 +302,83 @@ def test_tensors_of_more_than_32_bits(compilers):
     execute(launch, code, ptx.parse(code.ptx), parts, programs)
     for window in windows:
         assert torch.equal(source[window], target[window])
+
+
+# ---- planted faults ------------------------------------------------------------------------------------------------
+
+PARTS, PLANTS, SHARE = 2, 150, 0.94  # noticed of one part; of both parts 286 of 300 are, 95 %
+SECONDS = 60.0  # of a check that takes a few, until it counts as one that hangs
+
+
+def chosen_requests() -> list[Request]:
+    """Return variants of all kernels, mostly of the update, for all targets."""
+    choices = random.Random(0)
+    made = [("adam_kernel", one) for one in choices.sample(ADAM, 8)] + [
+        ("pack_kernel", one) for one in choices.sample(PACK, 4)
+    ]
+    made += [("scatter_kernel", one) for one in choices.sample(SCATTER, 2)]
+    return [Request(("sm_90", "sm_80", "sm_100")[number % 3], *one) for number, one in enumerate(made)]
+
+
+class HangError(Exception):
+    """A check takes many times as long as without a fault."""
+
+
+def reason_of(request: Request, code: Code, kernel: ptx.Kernel) -> str | None:
+    """Return what notices a fault; None where nothing does."""
+
+    def hang(*_: object) -> None:
+        raise HangError
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        with mock.patch.object(ptx, "parse", return_value=kernel), executing(code):
+            CHECKS[request.kernel](*request.arguments)
+    except ptx.ExecutionError as error:
+        return "refused" if "not known" in str(error) else "executor"
+    except AssertionError:
+        return "bits"
+    except HangError:
+        return "hang"
+    except Exception as error:  # numpy's, of numbers that fit nothing
+        return type(error).__name__
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return None
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(PARTS))
+def test_planted_faults_are_noticed(part, tmp_path):
+    torch.set_num_threads(1)
+    every = chosen_requests()
+    compilers = Compilers(every, tmp_path, assembles=False, together=7)
+    choices = random.Random(part)
+    outcomes: Counter[tuple[str, str]] = Counter()
+    survivors = []
+    drawn = 0
+    for request in every:
+        check(request, compilers.code(request))
+    while drawn < PLANTS:
+        request, rule = choices.choice(every), RULES[drawn % len(RULES)]
+        code = compilers.code(request)
+        kernel = ptx.parse(code.ptx)
+        changes = [*rule(kernel)]
+        if not changes:  # as roundings where only bytes are moved
+            continue
+        at, changed = choices.choice(changes)
+        drawn += 1
+        original = kernel.instructions[at]
+        kernel.instructions[at] = changed
+        reason = reason_of(request, code, kernel)
+        outcomes[rule.__name__, reason or "nothing"] += 1
+        if reason is None:
+            survivors.append(
+                f"{request.target} {request.kernel} {original.place} {rule.__name__}: {shown(original, changed)}"
+            )
+    compilers.close()
+    lines = [f"{rule}: {reason} {count}" for (rule, reason), count in sorted(outcomes.items())]
+    sys.stdout.write("\n".join(["", *lines, *survivors, ""]))
+    assert len(survivors) <= (1 - SHARE) * PLANTS, survivors
