@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, gigabytes
+from superadam.integrations.remedies import remedies
 from superadam.plan import UnplannableError, machines
-from superadam.plan.activations import Activations
-from superadam.plan.machines import Kind, Machine, Rate
+from superadam.plan.machines import Kind, Rate
 from superadam.plan.memory import Setting, Subject, activations_for, memory_of
 
 
@@ -60,38 +60,23 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
         return
     place, stage, size, limit = memory.problems[0]
     where = "" if place == "host" else f" at {stage}"
+    fits = [one.setting for one in remedies(subject, setting, machine, found) if one.setting.flows == setting.flows]
+    advice = f"choose {' or '.join(_options(one, setting) for one in fits)}"
+    if not fits:
+        advice = "no option of this program suffices: train a smaller model, or shorter sequences (--max_length)"
     raise MemoryError(
         f"training needs about {gigabytes(size)} of the {place}'s memory{where}, but this rank can have "
-        f"{gigabytes(limit)} at most; {_remedy(subject, setting, machine, found)}"
+        f"{gigabytes(limit)} at most; {advice}"
     )
 
 
-def _remedy(subject: Subject, setting: Setting, machine: Machine, found: Activations) -> str:
-    """Return changes with which training fits, each by itself; where none does, all of them together, or neither."""
-
-    def trains(changed: Setting) -> bool:
-        same = ("sequences", "loss", "checkpointing")
-        is_same = all(getattr(changed, name) == getattr(setting, name) for name in same)
-        return memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed)).trains
-
-    changes: dict[str, dict[str, Any]] = {
-        "--loss_type nll": {"loss": "chunked"},
-        "--activation_checkpointing true": {"checkpointing": True},
-        "--moments bf16 --master 24bit": {"moments": "bf16", "master": "24bit"},
-        "--moments 8bit --master 24bit": {"moments": "8bit", "master": "24bit"},
-        "--per_device_train_batch_size 1": {"sequences": 1},
+def _options(remedy: Setting, setting: Setting) -> str:
+    """Return what turns one setting into the other, as options of `examples/finetune.py`."""
+    words = {
+        "--loss_type nll": remedy.loss != setting.loss,
+        "--activation_checkpointing true": remedy.checkpointing != setting.checkpointing,
+        f"--moments {remedy.moments} --master {remedy.master}": remedy.moments != setting.moments,
+        f"--per_device_train_batch_size {remedy.sequences}": remedy.sequences != setting.sequences,
+        f"{remedy.ranks} ranks, each with as much memory": remedy.ranks != setting.ranks,
     }
-    changed = {words: replace(setting, **change) for words, change in changes.items()}
-    changed = {words: one for words, one in changed.items() if one != setting}
-    more = {
-        f"{setting.ranks << n} ranks, each with as much": replace(setting, ranks=setting.ranks << n) for n in (1, 2, 3)
-    }
-    if alone := [words for words, one in changed.items() if trains(one)]:
-        return f"choose {' or '.join(alone)}"
-    changed.pop("--moments bf16 --master 24bit", None)
-    together = {name: value for words in changed for name, value in changes[words].items()}
-    if changed and trains(replace(setting, **together)):
-        return f"choose {' '.join(changed)}"
-    if enough := [words for words, one in more.items() if trains(one)]:
-        return f"start {enough[0]}"
-    return "no option of this program suffices: train a smaller model, or shorter sequences (--max_length)"
+    return " ".join(option for option, is_changed in words.items() if is_changed)

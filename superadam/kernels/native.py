@@ -281,6 +281,8 @@ def step(
     Raises:
         ValueError: the table does not fit a pass; nothing was changed but `sums` and `nonfinite`.
     """
+    if segments.dtype != SEGMENT or coefficients.dtype != COEFFICIENTS:
+        raise ValueError("superadam.kernels.native.step takes tables of dtype SEGMENT and COEFFICIENTS")
     verdict = ffi.new("superadam_verdict *")
     code = lib.superadam_step(
         _isa_rows[_active or active_isa()],

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from superadam.kernels.places import ADDRESS, NOWHERE, STORAGE, VERSION, Places, compare, places_of
+from superadam.kernels.places import ADDRESS, LAYOUT, NOWHERE, STORAGE, VERSION, Places, compare, places_of
 from superadam.kernels.torch_private import storage_reference, version_of
 
 _DISTRUSTED = -1
@@ -51,6 +51,11 @@ class Fingerprints:
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the listed tensors, in this order."""
         return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
+
+    @property
+    def layouts(self) -> npt.NDArray[np.int64]:
+        """The `LAYOUT` of each parameter where it lay."""
+        return self._known[:, LAYOUT]
 
     def look(self) -> list[int]:
         """Look at every parameter; return the rows that have moved or changed their layout, now or in an earlier look.

@@ -14,7 +14,7 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.places import ADDRESS, LAYOUT, NOWHERE, compare, places_of
+from superadam.kernels.places import ADDRESS, NOWHERE, compare, places_of
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.new_values import NewValues, Patch, Shadow
 from superadam.state.norm import GradientNorm
@@ -116,7 +116,7 @@ class ParameterTable:
         self.new_values = new_values
         self._resident = resident
         is_plain = [state.is_contiguous_on_cpu and not state.is_distributed for state in self.states]
-        self.plain_layouts = np.where(is_plain, places_of(parts)[:, LAYOUT], 0)
+        self.plain_layouts = np.where(is_plain, self.fingerprints.layouts, 0)
         self._first_chunks = np.cumsum([0, *(native.chunk_count(state.shape.numel()) for state in self.states)])
         self.norm = GradientNorm.zeros(int(self._first_chunks[-1]))
         self.pieces: list[Piece] = [*self.states, *(piece for state in self.states for piece in state.cuts)]

@@ -46,17 +46,28 @@ def test_what_fits_is_not_refused(llama: Any, tmp_path: Path) -> None:
             512,
             r"GPU's memory at head and loss, .*; choose --loss_type nll or --per_d",
         ),
-        (Setting(64, 1024), 36, 512, r"GPU's memory at .*; choose --per_device_train_batch_size 1$"),
+        (Setting(64, 1024), 36, 512, r"GPU's memory at .*; choose --per_device_train_batch_size 32$"),
         (
             Setting(4, 2048, checkpointing=False),
             40,
             512,
             r"GPU's memory at .*; choose --activation_checkpointing true or",
         ),
-        (Setting(1, 1024), 80, 110, r"host's memory, .*; choose --moments bf16 --master 24bit or --moments 8bit --mas"),
-        (Setting(1, 1024), 80, 60, r"host's memory, .*; choose --moments 8bit --master 24bit$"),
-        (Setting(1, 1024), 17, 512, r"GPU's memory at .*; start 4 ranks, each with as much$"),
-        (Setting(1, 1024), 20, 9, r"; no option of this program suffices: train a smaller model"),
+        (
+            Setting(1, 1024),
+            80,
+            110,
+            r"host's memory, .*; choose --moments bf16 --master 24bit or 2 ranks, each with as much memory$",
+        ),
+        (
+            Setting(1, 1024),
+            80,
+            60,
+            r"host's memory, .*; choose --moments 8bit --master 24bit or 2 ranks, each with as much memory$",
+        ),
+        (Setting(1, 1024), 17, 512, r"GPU's memory at .*; choose 4 ranks, each with as much memory$"),
+        (Setting(1, 1024), 20, 9, r"host's memory, .*; choose 16 ranks, each with as much memory$"),
+        (Setting(1, 1024), 20, 2, r"; no option of this program suffices: train a smaller model"),
     ],
 )
 def test_what_does_not_fit_names_moment_and_remedies(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from superadam.cli.plan.presets import presets
-from superadam.cli.plan.remedies import remedies
+from superadam.integrations.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
 from superadam.plan.activations import Activations
