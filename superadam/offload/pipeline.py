@@ -77,8 +77,8 @@ class Pipeline:
             job = functools.partial(self._add_resident, transaction, pending, arrived, norms, begin)
         else:
             transaction.table.bring_home(gradients)
-            able = {piece for piece in gradients if transaction.can_speculate(state := piece.state, hyper[state.row])}
-            pending, arrived = self._transfers.download(gradients, hyper, able)
+            able = transaction.able_to_speculate(gradients, hyper)
+            pending, arrived = self._transfers.download(gradients, hyper, {*able})
             job = functools.partial(self._speculate, transaction, pending, bucket.numel, arrived, begin)
         self._statistics.buckets += 1
         self._worker.submit(job)

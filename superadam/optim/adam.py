@@ -327,7 +327,7 @@ class SpeculativeCPUAdam(Optimizer):
                 gradient = taken.pending if received is None or taken.is_unrounded else received(taken.pending)
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
-        able = pieces_of(state for state in gradients if transaction.can_speculate(state, hyper[state.row]))
+        able = transaction.able_to_speculate(pieces_of(gradients), hyper)
         slots = dict(zip(able, table.new_values.shadows(able), strict=True))
         table.bring_home(pieces_of(gradients))
         transaction.speculate(

@@ -85,30 +85,27 @@ class Fingerprints:
 
     def is_moved(self, row: int) -> bool:
         """Whether a parameter has moved, or changed its layout, now or in an earlier look."""
-        return self._is_moved(row, self._place(row))
-
-    def _is_moved(self, row: int, place: Places) -> bool:
-        return bool((place[:VERSION] != self._known[row, :VERSION]).any())
+        return bool((self._places([row])[0, :VERSION] != self._known[row, :VERSION]).any())
 
     def hints(self) -> list[int]:
         """Return the rows whose version hints at an outside write now; addresses are left to `look`."""
         found: list[int] = np.flatnonzero(self._present_versions() != self._known_versions).tolist()
         return found
 
-    def is_hinted(self, row: int) -> bool:
-        """Whether version, memory or layout hint at an outside write."""
-        place = self._place(row)
-        return bool(place[VERSION] != self._known_versions[row]) or self._is_moved(row, place)
+    def are_hinted(self, rows: Sequence[int]) -> list[bool]:
+        """Return of each of these rows whether version, memory or layout hint at an outside write."""
+        found: list[bool] = (self._places(rows) != self._known[list(rows)]).any(axis=1).tolist()
+        return found
 
-    def _place(self, row: int) -> Places:
-        place: Places = places_of([self._parameters[row]])[0]
+    def _places(self, rows: Sequence[int]) -> Places:
+        places = places_of([self._parameters[row] for row in rows])
         if self._wholes is not None:
-            place[VERSION] += version_of(self._wholes[row])
-        return place
+            places[:, VERSION] += [version_of(self._wholes[row]) for row in rows]
+        return places
 
     def remember(self, row: int) -> None:
         """Remember a parameter as it is now."""
-        place, known = self._place(row), self._known[row]
+        place, known = self._places([row])[0], self._known[row]
         if place[STORAGE] != known[STORAGE]:  # else it is the same one, whose address cannot have been reused
             self._references[row] = _weak_reference(self._parameters[row], int(place[STORAGE]))
         known[:] = place

@@ -109,15 +109,22 @@ class Transaction:
 
     # ---- before the verdict ------------------------------------------------------------------------------------------
 
-    def can_speculate(self, state: ParameterState, hyper: Hyperparameters) -> bool:
-        """Whether a parameter's next step can be computed before its verdict.
+    def able_to_speculate(self, pieces: Iterable[Piece], hyper: Sequence[Hyperparameters]) -> list[Piece]:
+        """Return those pieces whose next step can be computed before its verdict; `hyper` is by row of parameters.
 
-        It is a working copy with all its state, of which programs hold nothing. An outside write to the parameter
-        counts only from the verdict on, because it may be undone before.
+        They are of working copies with all their state, of which programs hold nothing. An outside write to the
+        parameter counts only from the verdict on, because it may be undone before.
         """
-        is_complete = state.has_state and (state.max_exp_avg_sq is not None or not hyper.amsgrad)
-        is_ours = is_complete and not state.is_own_master and not self.table.is_held[state.row]
-        return is_ours and not self.table.fingerprints.is_hinted(state.row)
+        able = [
+            piece
+            for piece in pieces
+            if (state := piece.state).has_state
+            and (state.max_exp_avg_sq is not None or not hyper[state.row].amsgrad)
+            and not state.is_own_master
+            and not self.table.is_held[state.row]
+        ]
+        hinted = self.table.fingerprints.are_hinted([piece.state.row for piece in able])
+        return [piece for piece, is_hinted in zip(able, hinted, strict=True) if not is_hinted]
 
     def expose(self) -> None:
         """Read no state any more but in calls that look at it first, because programs are given references to it."""

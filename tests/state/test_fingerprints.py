@@ -36,9 +36,9 @@ def test_a_write_is_hinted_until_it_is_noted() -> None:
     parameters, fingerprints = make()
     parameters[1].add_(1)
     assert fingerprints.hints() == [1]
-    assert fingerprints.is_hinted(1)
+    assert fingerprints.are_hinted([1]) == [True]
     fingerprints.remember(1)
-    assert not fingerprints.is_hinted(1)
+    assert fingerprints.are_hinted([1]) == [False]
     assert fingerprints.hints() == []
 
 
@@ -66,7 +66,7 @@ def test_other_data_is_moved_until_it_is_noted() -> None:
     parameters[0].data = torch.ones(3)
     assert fingerprints.look() == [0]
     assert fingerprints.is_moved(0)
-    assert fingerprints.is_hinted(0)
+    assert fingerprints.are_hinted([0]) == [True]
     fingerprints.remember(0)
     assert fingerprints.look() == []
 
@@ -111,7 +111,7 @@ def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
         for tensor in written:
             tensor.add_(1)
         assert fingerprints.hints() == [0]
-        assert fingerprints.is_hinted(0)
+        assert fingerprints.are_hinted([0]) == [True]
         fingerprints.look()
         assert fingerprints.seen_hints(rows(0, 1)) == [0]
         fingerprints.remember(0)
@@ -146,7 +146,7 @@ def test_another_storage_is_always_noticed(change: Callable[[nn.Linear], None]) 
     for repetition in range(REPETITIONS):
         change(layer)
         assert fingerprints.is_moved(1)
-        assert fingerprints.is_hinted(1)
+        assert fingerprints.are_hinted([1]) == [True]
         if repetition % 2:
             assert fingerprints.look() == [1]
         fingerprints.remember(1)
@@ -255,7 +255,7 @@ def test_tensors_without_memory_or_storage_are_looked_at_all_the_same() -> None:
     fingerprints = Fingerprints(tensors)
     assert fingerprints.look() == []
     for row in range(len(tensors)):
-        assert not fingerprints.is_hinted(row)
+        assert fingerprints.are_hinted([row]) == [False]
         fingerprints.remember(row)
     assert fingerprints.look() == []
     kept, closed.data = closed.data, torch.zeros(1000)  # by its address
