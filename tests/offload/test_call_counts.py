@@ -23,8 +23,8 @@ PACKAGE = str(Path(superadam.__file__).parent)
 
 
 MOST: dict[str, tuple[Callable[[], Device] | None, int, int]] = {
-    "alone": (None, 80, 14),
-    "step": (DeferredDevice, 96, 18),
+    "alone": (None, 72, 14),
+    "step": (DeferredDevice, 84, 18),
     "worker": (ThreadDevice, 220, 29),
 }
 """Device (None: no scheduler), and the most calls and files in the thread that trains; the worker's calls run in
