@@ -26,6 +26,10 @@ def _weak_reference(tensor: Tensor, storage: int) -> Any:
     return storage_reference(tensor.untyped_storage()) if storage else None
 
 
+def _versions(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(version_of, tensors), np.int64, len(tensors))
+
+
 class Fingerprints:
     """The place of each of a fixed list of parameters, which are called by their row in it.
 
@@ -40,7 +44,7 @@ class Fingerprints:
         # By column, because numpy's index of two dimensions fails without an error where memory has run out.
         self._known_addresses, self._known_versions = self._known[:, ADDRESS], self._known[:, VERSION]
         if self._wholes is not None:
-            self._known_versions += self._versions_of_wholes()
+            self._known_versions += _versions(self._wholes)
         self._seen_versions = self._known_versions.copy()
         self._may_be_hinted = True  # unless `look` finds that none is, and none is distrusted since then
         self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
@@ -65,7 +69,7 @@ class Fingerprints:
         rows, self._seen_versions, changed = compare(self._parameters, self._known)
         self._may_be_hinted = changed > 0 or self._wholes is not None
         if self._wholes is not None:
-            self._seen_versions += self._versions_of_wholes()
+            self._seen_versions += _versions(self._wholes)
         if rows:
             self._known_addresses[rows] = NOWHERE  # even if the same address comes back before they are remembered
         return rows
@@ -100,7 +104,7 @@ class Fingerprints:
     def _places(self, rows: Sequence[int]) -> Places:
         places = places_of([self._parameters[row] for row in rows])
         if self._wholes is not None:
-            places[:, VERSION] += [version_of(self._wholes[row]) for row in rows]
+            places[:, VERSION] += _versions([self._wholes[row] for row in rows])
         return places
 
     def remember(self, row: int) -> None:
@@ -133,10 +137,6 @@ class Fingerprints:
 
         return bump
 
-    def _versions_of_wholes(self) -> npt.NDArray[np.int64]:
-        wholes: Sequence[Tensor] = self._wholes or ()
-        return np.fromiter(map(version_of, wholes), np.int64, len(wholes))
-
     def _present_versions(self) -> npt.NDArray[np.int64]:
-        versions = np.fromiter(map(version_of, self._parameters), np.int64, len(self._parameters))
-        return versions if self._wholes is None else versions + self._versions_of_wholes()
+        versions = _versions(self._parameters)
+        return versions if self._wholes is None else versions + _versions(self._wholes)

@@ -112,6 +112,7 @@ def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
             tensor.add_(1)
         assert fingerprints.hints() == [0]
         assert fingerprints.are_hinted([0]) == [True]
+        assert fingerprints.are_hinted([]) == []
         fingerprints.look()
         assert fingerprints.seen_hints(rows(0, 1)) == [0]
         fingerprints.remember(0)
