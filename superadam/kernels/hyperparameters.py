@@ -159,7 +159,7 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def holds(self, factor: float) -> bool:
+    def covers(self, factor: float) -> bool:
         """Whether a fp32 factor lies in the interval."""
         return self.low <= factor <= self.high
 

@@ -84,8 +84,8 @@ def _table_dtype(struct: str) -> np.dtype[np.void]:
     return np.dtype(
         {
             "names": names,
-            "formats": ["u8" if one.type.kind == "pointer" else formats[one.type.cname] for one in fields],
-            "offsets": [one.offset for one in fields],
+            "formats": ["u8" if field.type.kind == "pointer" else formats[field.type.cname] for field in fields],
+            "offsets": [field.offset for field in fields],
             "itemsize": ffi.sizeof(struct),
         }
     )

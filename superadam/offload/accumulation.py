@@ -23,7 +23,7 @@ class Accumulation:
     def __init__(self) -> None:
         self.sum_dtype: torch.dtype | None = None
         self._is_inside = False
-        self._is_told = False  # this step's backwards are announced by accumulate()
+        self._is_announced = False  # this step's backwards are announced by accumulate()
         self._expected: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         self._pause = 0
@@ -34,7 +34,7 @@ class Accumulation:
         if dtype not in (None, torch.float32):
             raise ValueError(f"accumulate() got dtype {dtype}, expected None (that of .grad) or torch.float32")
         before = self._is_inside, self.sum_dtype
-        self._is_inside, self.sum_dtype, self._is_told = True, dtype, True
+        self._is_inside, self.sum_dtype, self._is_announced = True, dtype, True
         try:
             yield
         finally:
@@ -49,11 +49,11 @@ class Accumulation:
         self._counts[parameter] = count
         if self._is_inside or self._pause:
             return False
-        return self._is_told or count >= self._expected.get(parameter, 1)
+        return self._is_announced or count >= self._expected.get(parameter, 1)
 
     def end_step(self, *, is_edited: bool) -> None:
         """End a step; `is_edited` says whether most gradients that were taken were written to before it."""
-        self._expected = {} if self._is_told else self._counts
+        self._expected = {} if self._is_announced else self._counts
         self._counts = {}
-        self._is_told = False
+        self._is_announced = False
         self._pause = PAUSE_STEPS if is_edited else max(0, self._pause - 1)

@@ -129,7 +129,7 @@ class Transfers(NewValues):
                 groups.setdefault((dtype, state.parameter_dtype), {})[piece] = taken
         for key, group in local.items():
             shadow = None if key is None else self.shadow(self._layout_of(tuple(group)))
-            here = [one.of(taken.pending) for one, taken in group.items()]
+            here = [piece.elements_of(taken.pending) for piece, taken in group.items()]
             records |= _records(group, here, hyper, speculated, shadow)
         leaving = 0
         packed: list[tuple[FlatLayout[Piece], dict[Piece, TakenGradient], Tensor, Shadow | None]] = []
@@ -180,7 +180,7 @@ class Transfers(NewValues):
             if state is not piece and taken.pending.stride() != state.strides:
                 layout = FlatLayout([state])
                 taken.pending = layout.views(self.device.pack([taken.pending], layout, taken.pending.dtype))[0]
-        return [piece.of(taken.pending) for piece, taken in group.items()]
+        return [piece.elements_of(taken.pending) for piece, taken in group.items()]
 
     def _let_leave(self, most: int) -> None:
         while (arrived := self._leaving.oldest(most + 1)) is not None:

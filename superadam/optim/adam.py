@@ -332,7 +332,7 @@ class SpeculativeCPUAdam(Optimizer):
         table.bring_home(pieces_of(gradients))
         transaction.speculate(
             {
-                piece: Pending.of(taken, hyper[state.row], piece.of(taken.pending), slot=slots.get(piece))
+                piece: Pending.of(taken, hyper[state.row], piece.elements_of(taken.pending), slot=slots.get(piece))
                 for state, taken in gradients.items()
                 for piece in state.pieces
             }

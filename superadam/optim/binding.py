@@ -145,7 +145,7 @@ class Binding(GradientHolder):
         self._transaction: Transaction | None = None
         self._is_compared = False  # with other ranks
         self._statistics = statistics
-        self._told = 0
+        self._logged_others = 0
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -415,8 +415,8 @@ class Binding(GradientHolder):
         """Log how many parameters are stored in more bits than they were to be, once for each number of them."""
         others = [state for state in states if state.storage.moments is not self.storage.moments]
         others = [state for state in others if state.dtype != torch.float64]
-        if others and len(others) != self._told:
-            self._told = len(others)
+        if others and len(others) != self._logged_others:
+            self._logged_others = len(others)
             count, numel = (sum(state.shape.numel() for state in some) for some in (others, states))
             _logger.info(
                 "%d of %d parameters, with %s of %s elements, have moments of bf16; those of 8 bits are for contiguous "

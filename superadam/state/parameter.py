@@ -148,7 +148,7 @@ class Pending:
 
     def can_be_patched(self, scale: Scale) -> bool:
         """Whether new values of the listed elements alone make the speculated value that of another factor."""
-        covers = self.interval is not None and self.interval.holds(scale.factor)
+        covers = self.interval is not None and self.interval.covers(scale.factor)
         return covers and self.listed is not None and self.listed.is_complete
 
 
@@ -223,13 +223,13 @@ class Piece(abc.ABC):
         self.pending: Pending | None = None
 
     @abc.abstractmethod
-    def of(self, tensor: Tensor) -> Tensor:
+    def elements_of(self, tensor: Tensor) -> Tensor:
         """Return these elements of a tensor in the layout of the parameter's state."""
 
     @property
     def working_copy(self) -> Tensor:
         """These elements of the parameter."""
-        return self.of(self.state.local)
+        return self.elements_of(self.state.local)
 
     @property
     def is_narrow(self) -> bool:
@@ -253,7 +253,7 @@ class _Cut(Piece):
         super().__init__(-1, torch.Size([numel]), (1,), state.dtype, state.parameter_dtype)
         self.begin, self.reference = begin, state.reference
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def elements_of(self, tensor: Tensor) -> Tensor:
         begin, numel = part_of(tensor, self)
         return tensor.detach().as_strided((numel,), self.strides, tensor.storage_offset() + begin)
 
@@ -280,7 +280,7 @@ class ParameterState(Piece):
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
         cuts: the pieces that it is cut into; none where it is its own only piece.
         storage, format: how it is stored.
-        threshold_phase: of its first element among the thresholds, which begin again after each block.
+        first_threshold: of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
         shown: by key, the stand-in for one of `TENSORS` in `optimizer.state`.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
@@ -311,7 +311,7 @@ class ParameterState(Piece):
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.storage = storage.of(local)
         self.format = self.storage.format
-        self.threshold_phase = shards.first_position(parameter) % compact.BLOCK if local.is_contiguous() else 0
+        self.first_threshold = shards.first_position(parameter) % compact.BLOCK if local.is_contiguous() else 0
         self.encodings: dict[str, compact.Encoding] = {}
         if self.storage.moments is Moments.CODES:
             self.encodings |= {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ}
@@ -333,7 +333,7 @@ class ParameterState(Piece):
         if length < numel:
             self.cuts = tuple(_Cut(self, begin, min(length, numel - begin)) for begin in range(0, numel, length))
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def elements_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
         return tensor
 

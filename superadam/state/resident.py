@@ -54,7 +54,9 @@ class ResidentStates:
                 if held is None or ("max_exp_avg_sq" in held) is (state.max_exp_avg_sq is None):
                     self.bring_home([piece])
                     host = {name: tensor for name in ARRAYS if (tensor := getattr(state, name)) is not None}
-                    held = self._held[piece] = {name: self._moved(piece.of(tensor)) for name, tensor in host.items()}
+                    held = self._held[piece] = {
+                        name: self._moved(piece.elements_of(tensor)) for name, tensor in host.items()
+                    }
                     arrived.append(piece)
                 parameter = piece.working_copy
                 if parameter.stride() != piece.strides:  # no longer dense: `.data` was replaced
@@ -64,7 +66,7 @@ class ResidentStates:
                     parameter = values
                 tensors: dict[str, Any] = {name: held.get(name) for name in ARRAYS}
                 tensors |= {"gradient": gradient, "parameter": parameter}
-                steps.append(ResidentStep(**tensors, coefficients=int(index), phase=state.threshold_phase))
+                steps.append(ResidentStep(**tensors, coefficients=int(index), phase=state.first_threshold))
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for piece in arrived for tensor in self._held[piece].values()):
@@ -91,7 +93,7 @@ class ResidentStates:
             self._device.wait(Stream.CURRENT, self._updated)
         for piece in leaving:
             for name, distant in self._held[piece].items():
-                self._device.copy(flat(piece.of(getattr(piece.state, name))), distant, Stream.CURRENT)
+                self._device.copy(flat(piece.elements_of(getattr(piece.state, name))), distant, Stream.CURRENT)
         self._device.record(Stream.CURRENT).synchronize()
         for piece in leaving:
             del self._held[piece]

@@ -136,7 +136,7 @@ class ParameterTable:
         is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
         self._rows["format"] = [piece.state.format for piece in self.pieces]
-        self._rows["phase"] = [piece.state.threshold_phase for piece in self.pieces]
+        self._rows["phase"] = [piece.state.first_threshold for piece in self.pieces]
         self._arithmetic = np.array([piece.state.arithmetic for piece in self.pieces], np.int64)
         self._only_arithmetic = {piece.state.arithmetic for piece in self.pieces}
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
@@ -294,8 +294,8 @@ class ParameterTable:
             arrays = [self._resident.array_of(piece, name) for name in names]
         else:
             tensors = [getattr(piece.state, name) for name in names]
-            arrays = [None if tensor is None else piece.of(tensor) for tensor in tensors]
-        return tuple(one for one in arrays if one is not None)
+            arrays = [None if tensor is None else piece.elements_of(tensor) for tensor in tensors]
+        return tuple(array for array in arrays if array is not None)
 
     def remember_master(self, state: ParameterState) -> None:
         """Take a working copy for its rounded master, until the master is written to."""
@@ -391,17 +391,17 @@ class ParameterTable:
         for shadow, numbers in by_shadow.items():
             listed = [record.listed for record in (pending[number] for number in numbers) if record.listed is not None]
             positions = [record.slot.position for record in (pending[number] for number in numbers) if record.slot]
-            patch = Patch(shadow, positions, [one.count for one in listed])
+            patch = Patch(shadow, positions, [elements.count for elements in listed])
             patches.append((patch, listed))
-            for number, one, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
-                row, source = segments[number], one.record
+            for number, elements, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
+                row, source = segments[number], elements.record
                 for name in ("gradient", *TENSORS, "index"):
                     row[name] = source[name]
-                row["length"], row["out"] = one.count, values.data_ptr()
+                row["length"], row["out"] = elements.count, values.data_ptr()
                 row["target"] = 0 if target is None else target.data_ptr()
         native.run(Pass.SPECULATE, segments, coefficients.array())
         for patch, listed in patches:
-            patch.send([one.index for one in listed])
+            patch.send([elements.index for elements in listed])
         return int(segments["length"].sum())
 
     def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:
@@ -481,8 +481,8 @@ class ParameterTable:
     def indices_of(self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable) -> list[int]:
         """Return the coefficients that each of these gradients was captured with, after adding them to the table."""
         return [
-            coefficients.index(one.hyper, one.step, one.scale, Arithmetic(number), one.interval)
-            for one, number in zip(pending, self._arithmetic[rows], strict=True)
+            coefficients.index(record.hyper, record.step, record.scale, Arithmetic(number), record.interval)
+            for record, number in zip(pending, self._arithmetic[rows], strict=True)
         ]
 
     def indices_of_next_step(

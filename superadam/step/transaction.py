@@ -69,7 +69,7 @@ class _Contribution:
         assert self.taken is not None
         if self.taken not in products:
             products[self.taken] = self.piece.state.host_gradient(self.taken.scaled())
-        self.gradient = self.piece.of(products[self.taken])
+        self.gradient = self.piece.elements_of(products[self.taken])
         self.scale, self.pending = Scale(), None
 
 
@@ -254,7 +254,7 @@ class Transaction:
             contributions, others = self._contributions(gradients)
             self._drop(others)
             outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
-            told, arrived = self._told(contributions, outcome), self.table.norm.total
+            reported, arrived = self._reported(contributions, outcome), self.table.norm.total
             begin = self._spent("norm_seconds", begin)
             accepted, applied = list[_Contribution](), None
             if outcome.kind is StepKind.SKIPPED:
@@ -265,7 +265,7 @@ class Transaction:
                 applied = tell("learning the factor of a step", self._applied, contributions, arrived, is_own=is_own)
             self.table.norm.clear()
             tell("counting what became of speculation", self._count, accepted, begin)
-            return told, applied
+            return reported, applied
 
     def _step_in_place(self, gradients: StepGradients, max_norm: float | None, begin: float) -> StepOutcome:
         """Make a step of gradients none of which was taken, in one job whatever their number."""
@@ -304,25 +304,27 @@ class Transaction:
         products = _Products()
         for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
             if isinstance(gradient, Tensor):
-                contributions += [_Contribution(piece, hyper, piece.of(gradient)) for piece in state.pieces]
+                contributions += [_Contribution(piece, hyper, piece.elements_of(gradient)) for piece in state.pieces]
                 continue
             scale, whole = gradient.scale() if gradient.factors else 1.0, None
             for piece in state.pieces:
                 pending = piece.pending
                 if pending is not None and piece.waits_with(gradient):
-                    one = _Contribution(piece, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
+                    contribution = _Contribution(
+                        piece, hyper, pending.gradient, taken=gradient, waits=True, pending=pending
+                    )
                     del others[piece]
                 else:
-                    one = _Contribution(piece, hyper, gradient.ready(), taken=gradient)
+                    contribution = _Contribution(piece, hyper, gradient.ready(), taken=gradient)
                 if gradient.factors:
-                    if scale is None or one.pending is None:
-                        one.apply_factors(products)
+                    if scale is None or contribution.pending is None:
+                        contribution.apply_factors(products)
                     else:
-                        one.scale = Scale.recorded(scale, gradient.exact_dtype)
-                elif one.pending is None:
-                    whole = state.host_gradient(one.gradient) if whole is None else whole
-                    one.gradient = piece.of(whole)
-                contributions.append(one)
+                        contribution.scale = Scale.recorded(scale, gradient.exact_dtype)
+                elif contribution.pending is None:
+                    whole = state.host_gradient(contribution.gradient) if whole is None else whole
+                    contribution.gradient = piece.elements_of(whole)
+                contributions.append(contribution)
         return contributions, list(others)
 
     def _judge(
@@ -335,16 +337,16 @@ class Transaction:
         if max_norm is not None and not math.isinf(max_norm):
             # Scaling a norm rounds differently from scaling its gradients, but for powers of two.
             products = _Products()
-            for one in contributions:
-                if one.scale.factor != 1.0 and math.frexp(one.scale.factor)[0] != 0.5:
-                    one.apply_factors(products)
-        uncounted = [one for one in contributions if one.pending is None]
+            for contribution in contributions:
+                if contribution.scale.factor != 1.0 and math.frexp(contribution.scale.factor)[0] != 0.5:
+                    contribution.apply_factors(products)
+        uncounted = [contribution for contribution in contributions if contribution.pending is None]
         if uncounted:
             self.table.compute_norm(self._job(uncounted)[1], norm)
         with np.errstate(all="ignore"):
-            for one in contributions:
-                if one.scale.factor != 1.0:
-                    norm.scale(self.table.chunks_of(one.piece.row), one.scale.factor)
+            for contribution in contributions:
+                if contribution.scale.factor != 1.0:
+                    norm.scale(self.table.chunks_of(contribution.piece.row), contribution.scale.factor)
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
@@ -353,7 +355,7 @@ class Transaction:
 
         def sums(classes: Sequence[int]) -> list[float]:
             of_chunks = self.table.each_chunk(classes)
-            return [native.ordered_sum(norm.sums[of_chunks == one]) for one in range(max(classes, default=0) + 1)]
+            return [native.ordered_sum(norm.sums[of_chunks == number]) for number in range(max(classes, default=0) + 1)]
 
         return self.ranks.norm(question, max_norm, norm.count, sums)
 
@@ -363,30 +365,33 @@ class Transaction:
         near: list[_Contribution] = []
         rest: list[_Contribution] = []
         products = _Products()
-        for one in contributions:
+        for contribution in contributions:
             if clip != 1.0:
-                if one.scale.factor != 1.0:
-                    one.apply_factors(products)
-                one.scale = Scale(clip)
-            pending = one.pending
+                if contribution.scale.factor != 1.0:
+                    contribution.apply_factors(products)
+                contribution.scale = Scale(clip)
+            pending = contribution.pending
             is_fresh = (
-                pending is not None and pending.slot is not None and pending.hyper == one.hyper and not pending.is_stale
+                pending is not None
+                and pending.slot is not None
+                and pending.hyper == contribution.hyper
+                and not pending.is_stale
             )
             if pending is None or not is_fresh:
-                rest.append(one)
-            elif pending.scale == one.scale:
-                accepted.append(one)
+                rest.append(contribution)
+            elif pending.scale == contribution.scale:
+                accepted.append(contribution)
             else:
-                (near if pending.can_be_patched(one.scale) else rest).append(one)
+                (near if pending.can_be_patched(contribution.scale) else rest).append(contribution)
         if near:
             (accepted if self._patch(near) else rest).extend(near)
         redone = set[ParameterState]()
-        for one in rest:
-            if one.waits and (record := _pending_of(one.piece)).slot is not None:
-                redone.add(one.piece.state)
+        for contribution in rest:
+            if contribution.waits and (record := _pending_of(contribution.piece)).slot is not None:
+                redone.add(contribution.piece.state)
                 record.slot = None
         self.statistics.respeculated += len(redone)
-        count = self.table.prepared_count(self.table.rows_of([one.piece for one in contributions]))
+        count = self.table.prepared_count(self.table.rows_of([contribution.piece for contribution in contributions]))
         if rest:
             self._update(rest)
         if accepted:  # nothing may fail from here on
@@ -396,7 +401,7 @@ class Transaction:
 
     def _count(self, accepted: Sequence[_Contribution], begin: float) -> None:
         self._spent("resolve_seconds", begin)
-        self.statistics.accepted += len({one.piece.state for one in accepted})
+        self.statistics.accepted += len({contribution.piece.state for contribution in accepted})
 
     def _applied(self, contributions: Sequence[_Contribution], arrived: float, *, is_own: bool) -> Applied | None:
         """Return what a step did to those gradients that waited for it, whose norm was `arrived`; None without any.
@@ -404,9 +409,11 @@ class Transaction:
         Where less than four fifths of the elements are multiplied alike, some are likely to be left as they are.
         """
         elements: collections.Counter[float | None] = collections.Counter()
-        for one in contributions:
-            if one.waits:
-                elements[None if one.pending is None else one.scale.factor] += one.piece.shape.numel()
+        for contribution in contributions:
+            if contribution.waits:
+                elements[None if contribution.pending is None else contribution.scale.factor] += (
+                    contribution.piece.shape.numel()
+                )
         if not elements:
             return None
         factor, count = elements.most_common(1)[0]
@@ -416,8 +423,8 @@ class Transaction:
 
     def _patch(self, contributions: Sequence[_Contribution]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
-        rows = self.table.rows_of([one.piece for one in contributions])
-        records = [_pending_of(one.piece) for one in contributions]
+        rows = self.table.rows_of([contribution.piece for contribution in contributions])
+        records = [_pending_of(contribution.piece) for contribution in contributions]
         for record in records:
             record.is_stale = True  # until all is done
         try:
@@ -426,13 +433,13 @@ class Transaction:
             if not is_short_of_memory(error):
                 raise
             return False
-        for one, record in zip(contributions, records, strict=True):
-            record.scale, record.is_stale = one.scale, False
-        self.statistics.patched += len({one.piece.state for one in contributions})
+        for contribution, record in zip(contributions, records, strict=True):
+            record.scale, record.is_stale = contribution.scale, False
+        self.statistics.patched += len({contribution.piece.state for contribution in contributions})
         return True
 
     def _publish(self, contributions: Sequence[_Contribution]) -> None:
-        pieces = [one.piece for one in contributions]
+        pieces = [contribution.piece for contribution in contributions]
         records = [_pending_of(piece) for piece in pieces]
         self.table.new_values.publish(pieces, [record.slot for record in records if record.slot])
         for piece, record in zip(pieces, records, strict=True):
@@ -443,29 +450,34 @@ class Transaction:
         """Update parameters in place."""
         states, runs = list[ParameterState](), list[tuple[Hyperparameters, int]]()
         here, resident = list[_Contribution](), list[_Contribution]()
-        for one in contributions:
-            states.append(one.piece.state)
-            runs.append((one.hyper, 1))
-            (resident if one.is_resident else here).append(one)
+        for contribution in contributions:
+            states.append(contribution.piece.state)
+            runs.append((contribution.hyper, 1))
+            (resident if contribution.is_resident else here).append(contribution)
         self._make_ready(states, self.table.rows_of(states), runs)
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
-            pieces, gradients = [one.piece for one in resident], [one.gradient for one in resident]
+            pieces, gradients = (
+                [contribution.piece for contribution in resident],
+                [contribution.gradient for contribution in resident],
+            )
             try:  # first: the device works while the host does
                 self.table.step_resident(pieces, gradients, *self._coefficients(resident))
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
-                for one in resident:  # nothing was changed; the host has room
-                    one.gradient = one.piece.host_copy(one.gradient, one.gradient.dtype)
+                for contribution in resident:  # nothing was changed; the host has room
+                    contribution.gradient = contribution.piece.host_copy(
+                        contribution.gradient, contribution.gradient.dtype
+                    )
                 update_here = None  # which frees its memory
                 update_here = self._prepared([*here, *resident])
                 self.statistics.displaced += len({piece.state for piece in pieces})
         if update_here is not None:
             update_here()
-        for one in contributions:
-            if one.piece.phase is not Phase.CLEAN:
-                self._move(one.piece, Phase.CLEAN, None)
+        for contribution in contributions:
+            if contribution.piece.phase is not Phase.CLEAN:
+                self._move(contribution.piece, Phase.CLEAN, None)
 
     def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
@@ -474,26 +486,31 @@ class Transaction:
         return self.table.prepared_update(*self._job(contributions), *self._coefficients(contributions))
 
     def _job(self, contributions: Sequence[_Contribution]) -> tuple[Rows, Segments]:
-        rows = self.table.rows_of([one.piece for one in contributions])
-        return rows, self.table.job(rows, [one.gradient for one in contributions])
+        rows = self.table.rows_of([contribution.piece for contribution in contributions])
+        return rows, self.table.job(rows, [contribution.gradient for contribution in contributions])
 
     def _coefficients(self, contributions: Sequence[_Contribution]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
         return table, [
-            table.index(one.hyper, int(steps[one.piece.state.row]) + 1, one.scale, one.piece.state.arithmetic)
-            for one in contributions
+            table.index(
+                contribution.hyper,
+                int(steps[contribution.piece.state.row]) + 1,
+                contribution.scale,
+                contribution.piece.state.arithmetic,
+            )
+            for contribution in contributions
         ]
 
-    def _told(self, contributions: Sequence[_Contribution], outcome: StepOutcome) -> StepOutcome:
+    def _reported(self, contributions: Sequence[_Contribution], outcome: StepOutcome) -> StepOutcome:
         """Return the outcome with the factors that others applied to all gradients; remember the unscaling.
 
         Ranks need not all have taken their gradients, so that over several of them the outcome stays as it is.
         """
         distinct: dict[object, TakenGradient] = {}
-        for one in contributions:
-            if not one.waits or one.taken is None:
+        for contribution in contributions:
+            if not contribution.waits or contribution.taken is None:
                 return outcome
-            distinct[one.taken.factors] = one.taken
+            distinct[contribution.taken.factors] = contribution.taken
         factors = {(1.0, 1.0)}
         if distinct.keys() != {()}:
             factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
@@ -648,7 +665,7 @@ class Transaction:
 
 
 def _clip_factor(taken: TakenGradient) -> float:
-    factors = ((one.kind, one.number) for one in taken.factors if one.kind is not FactorKind.UNSCALE)
+    factors = ((factor.kind, factor.number) for factor in taken.factors if factor.kind is not FactorKind.UNSCALE)
     return math.prod(
         number if kind is FactorKind.MULTIPLY else 1.0 / number if number else math.inf for kind, number in factors
     )

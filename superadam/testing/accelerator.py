@@ -290,20 +290,24 @@ class SimulatedAccelerator:
         """Enqueue an operation to the current stream where it is the device's; return what it will have computed."""
         schema = schema_of(operation)
         tensors = tensors_in((arguments, options))
-        aliases = [one.alias_info for one in schema.returns]
-        is_there = any(not self.is_host(one) for one in tensors) if tensors else self._local.allocates
+        aliases = [result.alias_info for result in schema.returns]
+        is_there = any(not self.is_host(tensor) for tensor in tensors) if tensors else self._local.allocates
         is_there &= self._local.allocates or not (schema.name in _MAKERS and options.get("device") is not None)
-        if not is_there or any(one is not None and not one.is_write for one in aliases):  # a view
+        if not is_there or any(alias is not None and not alias.is_write for alias in aliases):  # a view
             return operation(*arguments, **options)
         stream, is_copy = self.current_stream(), schema.name.rpartition("foreach_")[2] in ("copy_", "aten::copy_")
-        on_host = [one for one in tensors if one.dim() and self.is_host(one)]
-        if (on_host and not is_copy) or any("Tensor" not in str(one.type) for one in schema.returns):
+        on_host = [tensor for tensor in tensors if tensor.dim() and self.is_host(tensor)]
+        if (on_host and not is_copy) or any("Tensor" not in str(result.type) for result in schema.returns):
             stream.synchronize()  # the host computes, perhaps with a number of the device, or is told one
             return operation(*arguments, **options)
-        written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        written = [
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         those = map_tensors((arguments, options), self.alias)
         if written:
-            named = {**dict(zip([one.name for one in schema.arguments], arguments, strict=False)), **options}
+            named = {**dict(zip([argument.name for argument in schema.arguments], arguments, strict=False)), **options}
             stream.enqueue(lambda: operation(*those[0], **those[1]))
             if on_host and not (named.get("non_blocking") and all(map(self.is_pinned, on_host))):
                 stream.synchronize()
@@ -345,8 +349,8 @@ class SimulatedAccelerator:
         nonfinite: Tensor | None,
     ) -> None:
         places = [
-            destination.as_strided(one.shape, one.stride(), begin)
-            for one, begin in zip(gradients, offsets, strict=True)
+            destination.as_strided(gradient.shape, gradient.stride(), begin)
+            for gradient, begin in zip(gradients, offsets, strict=True)
         ]
         copy_each(places, gradients, non_blocking=True)
         if sums is not None and nonfinite is not None:
@@ -358,7 +362,9 @@ class SimulatedAccelerator:
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         names = ResidentStep.__dataclass_fields__
-        those = [ResidentStep(**{name: map_tensors(getattr(one, name), self.alias) for name in names}) for one in steps]
+        those = [
+            ResidentStep(**{name: map_tensors(getattr(step, name), self.alias) for name in names}) for step in steps
+        ]
         self.current_stream().enqueue(lambda: stand_in.update(those, sets))
 
 
@@ -368,7 +374,7 @@ class _Dispatch(dispatch_mode()):  # type: ignore[misc]
         self._accelerator = accelerator
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if any(one not in (Tensor, nn.Parameter) for one in types):  # they dispatch to ordinary ones
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):  # they dispatch to ordinary ones
             return NotImplemented
         return self._accelerator.dispatch(operation, arguments, options or {})
 

@@ -60,8 +60,8 @@ def test_clipped_steps_are_predicted_from_those_before(known: bool, unscaling: f
     raw = 10.0 / unscaling
     predictor = trained(raw, known=known, unscaling=unscaling)
     for prediction in one_step(predictor, [raw / 2] * 4, known=known, unscaling=unscaling):
-        assert prediction.interval.holds(1.0 / raw)
-        assert prediction.interval.holds(prediction.factor)
+        assert prediction.interval.covers(1.0 / raw)
+        assert prediction.interval.covers(prediction.factor)
         assert prediction.interval.high < prediction.interval.low * 1.3  # as narrow as steady norms allow
 
 
