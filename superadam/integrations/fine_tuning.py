@@ -68,14 +68,19 @@ DEPRECATED = {
 }
 """Fields, or values of one, that TRL or transformers will drop, and what takes their place."""
 
-_COUNTS = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length"
+_COUNTS = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length max_steps "
+_COUNTS += "eval_accumulation_steps save_total_limit torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout "
+_COUNTS += "dataset_num_proc pad_to_multiple_of"
 _SIZES = (
-    "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps num_train_epochs seed dataloader_num_workers"
+    "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps num_train_epochs seed data_seed eval_delay "
 )
+_SIZES += "dataloader_num_workers neftune_noise_alpha router_aux_loss_coef"
+_PERIODS = "logging_steps eval_steps save_steps"
 
 RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(_COUNTS.split(), (1, math.inf, "at least 1")),
     **dict.fromkeys(_SIZES.split(), (0, math.inf, "at least 0")),
+    **dict.fromkeys(_PERIODS.split(), (math.ulp(0.0), math.inf, "more than 0")),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1, "at least 0 and less than 1")),
 }
 """Least value of a number, what it must be less than, and both in words."""
@@ -185,10 +190,12 @@ def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, su
         )
     refused = NOT_OBEYED | (NOT_WITH_SUPERADAM if superadam else {})
     for configuration in configurations:
-        for name, (least, end, expected) in RANGES.items():
-            if (number := getattr(configuration, name, None)) is not None and not least <= number < end:
-                raise RefusedError(f"--{name} is {number}, expected a number of {expected}; correct it")
         fields = type(configuration).__dataclass_fields__
+        for name in fields.keys() & given.keys() & RANGES.keys():
+            (least, end, expected), number = RANGES[name], getattr(configuration, name)
+            is_default = number == fields[name].default  # -1 says that there is none, of some
+            if isinstance(number, int | float) and not is_default and not least <= number < end:
+                raise RefusedError(f"--{name} is {number}, expected a number of {expected}; correct it")
         for name in fields.keys() & given.keys() & refused.keys():
             if getattr(configuration, name) != fields[name].default:
                 raise RefusedError(f"--{name} is not obeyed, {refused[name]}; leave it out")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import support.frameworks  # noqa: F401 - nothing is looked up in a network
@@ -140,6 +141,21 @@ def test_a_deprecated_option_is_refused_with_what_takes_its_place(program: Any, 
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_no_deprecated_option_is_used_without_being_asked_for(program: Any) -> None:
     fine_tuning.parse([trl.SFTConfig], ["--use_cpu"], bf16=False, activation_checkpointing=True)
+
+
+def test_each_number_has_a_range_which_is_held_to() -> None:
+    """Below it, transformers divides by zero late, or takes the number for another one without a word."""
+    classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
+    refused = fine_tuning.NOT_OBEYED | fine_tuning.NOT_WITH_SUPERADAM | fine_tuning.DEPRECATED
+    types = {name: str(kind) for configuration in classes for name, kind in get_type_hints(configuration).items()}
+    numbers = {name for name, kind in types.items() if re.search(r"\b(int|float)\b", kind)}
+    assert numbers - refused.keys() == fine_tuning.RANGES.keys()
+    for name, (least, end, expected) in fine_tuning.RANGES.items():
+        below = ["0"] if least > 0 else ["-1"]
+        for number in [*below, "-3", *([] if end == math.inf else [str(end)])]:
+            found = make_dataclass("Configuration", [(name, float, None)])(float(number))
+            with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} is {number}.*, expected .* {expected};"):
+                fine_tuning.check_options([found], {name: number}, superadam=True)
 
 
 READERS = ["transformers/trainer.py", "transformers/training_args.py", "trl/trainer/sft_trainer.py"]
