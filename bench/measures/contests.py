@@ -184,12 +184,14 @@ def theirs(task: Task, peer: Peer, tensors: int, numel: int) -> Side:
 def floor_of(task: Task, numel: int, threads: int) -> Side:
     """Return the side that reads the gradient for the norm, and moves the memory of the update, in whole chunks."""
     dtypes = (Dtype.BFLOAT16, Dtype.BFLOAT16) if task is Task.CAST else (Dtype.FLOAT32, Dtype.NONE)
-    arrays = PassArrays(native.chunk_count(numel) * native.CHUNK, *dtypes)
+    length = native.chunk_count(numel) * native.CHUNK
+    arrays = PassArrays(length, *dtypes)
+    probe = arrays if length <= USUAL else PassArrays(USUAL, *dtypes)  # far above caches; trying all ways takes long
     setting = passes.Setting(native.active_isa(), threads, *dtypes)
     moves = []
     for which in (Pass.NORM, Pass.UPDATE):
-        kernel = passes.action(arrays, which, setting, with_norm=which is Pass.NORM)
-        variant = floor.find_floor(arrays, which, threads, kernel, rounds=2)
+        kernel = passes.action(probe, which, setting, with_norm=which is Pass.NORM)
+        variant = floor.find_floor(probe, which, threads, kernel, rounds=2)
         moves.append(floor.action(arrays, which, variant, threads))
 
     def run(arrays: PassArrays = arrays) -> None:  # without a reference, their memory would be freed
