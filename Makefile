@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 # What is installed: this checkout, compiled here, or a wheel of it (PACKAGE=dist/superadam-....whl).
 PACKAGE ?= .
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Where the peers of `make peers` are installed, and how their Python is called.
+PEERS := build/peers
+PIP_OF_PEERS := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+WITH_PEERS := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(PEERS)/extensions PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python
 SOURCES := $(shell git ls-files -co --exclude-standard -- cpu gpu superadam CMakeLists.txt pyproject.toml README.md)
 
 # Run the installed wheel, never the sources in this folder.
@@ -17,7 +21,7 @@ export OMP_WAIT_POLICY := passive
 # tests of several ranks, of commands and of threads wait for much of their time.
 IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo wheels test test-quick test-deep test-mutants sanitize docs arm-test torch-test gpu-check gpu-wheels lint format clean
+.PHONY: demo wheels test test-quick test-deep test-mutants sanitize docs arm-test torch-test gpu-check gpu-wheels peers lint format clean
 
 demo: $(VENV)/installed
 	rm -f demo/training.png demo/report.json  # of the demo before
@@ -67,6 +71,12 @@ gpu-check:
 gpu-wheels: $(VENV)/installed
 	$(BIN)/python bench/gpu_wheels.py $(ARGS)
 
+# Steps against torch's, DeepSpeed's, bitsandbytes' and torchao's in an environment of their own, in at most eight minutes on a
+# quiet machine. Needs a C++ compiler and OpenMP, with which DeepSpeed builds its extension, once. JSON=bench/results/NAME.json keeps
+# the result elsewhere, to be put into docs by `python bench/step_cost.py`; OpenMP's threads wait as they do by default.
+peers: $(PEERS)/installed
+	env -u OMP_WAIT_POLICY $(WITH_PEERS) bench/compare.py steps --numel 67108864 --minutes 7 --json $(or $(JSON),build/steps.json) $(ARGS)
+
 lint: $(VENV)/test-tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -95,6 +105,17 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 
 $(VENV)/test-tools: $(VENV)/installed
 	$(PIP) --group test --group frameworks --group lint
+	touch $@
+
+# A peer that does not install is left out of the comparison, which says so.
+$(PEERS)/installed: constraints.txt $(SOURCES)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet 'pip>=25.1'
+	$(PIP_OF_PEERS) torch numpy
+	$(PIP_OF_PEERS) --force-reinstall --no-deps $(PACKAGE)
+	$(PIP_OF_PEERS) '$(PACKAGE)[cli]'
+	for peer in 'deepspeed ninja' bitsandbytes torchao; do $(PIP_OF_PEERS) $$peer || true; done
+	-$(WITH_PEERS) -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()'
 	touch $@
 
 $(VENV)/wheel-tools: $(VENV)/python constraints.txt

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from measures.contests import prepare_bfloat16
+from measures import contests
 from measures.gradient_norms import MAX_NORM, gradient_norms
 from measures.paced_device import PacedDevice, Rates
+from measures.peers import FUSED
 from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
@@ -264,7 +265,11 @@ def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Set
         norms = norms_of_turns(settings.clipped, settings.rounds)
         models = [TimedModel(gradients) for _ in range(3)]
         optimizers = [_optimizer(model, settings.lr, norms) for model in models[:2]]
-        plain_steps = prepare_bfloat16(layers, sum(gradients.numels) // layers)
+        shape = layers, sum(gradients.numels) // layers
+        sides = contests.ours(contests.Task.CAST, *shape), contests.theirs(contests.Task.CAST, FUSED, *shape)
+        for side in sides:
+            side.renew()
+        plain_steps = [side.run for side in sides]
         for ratio in ratios:
             with without_samples():
                 row = _row(gradients, models, optimizers, plain_steps, norms, ratio, settings)

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 import superadam
-from measures.contests import ContestResult
+from measures.contests import Contest, ContestResult
 from measures.overlap import OverlapResult
+from measures.peers import LeftOut, Peer, versions
 from superadam.cli.bench import report
 from superadam.cli.bench.passes import PassResult
 
 
 @dataclass
 class Results:
-    """What was measured so far."""
+    """What was measured so far, of which peers, and what was not."""
 
     passes: list[PassResult] = field(default_factory=list)
     contests: list[ContestResult] = field(default_factory=list)
     overlap: list[OverlapResult] = field(default_factory=list)
+    peers: Sequence[Peer] = ()
+    left_out: list[LeftOut] = field(default_factory=list)
 
 
 def to_json(environment: report.Environment, results: Results) -> dict[str, Any]:
     """Return everything as plain values: seconds, bytes, elements and ratios."""
     return {
         "environment": report.plain(environment),
+        "packages": versions(results.peers),
+        "openmp": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "GOMP_"))},
+        "left_out": [report.plain(each) for each in results.left_out],
         "passes": [report.pass_as_json(row) for row in results.passes],
         "contests": [
             {
-                "name": row.contest.name,
-                "ours": row.contest.ours,
-                "torch": row.contest.theirs,
-                "threads": row.threads,
+                "task": row.contest.task.value,
+                "against": row.contest.against,
+                "moments": row.contest.moments,
+                "threads": row.contest.threads,
                 "tensors": row.contest.tensors,
                 "numel": row.contest.numel,
                 **report.comparison_as_json(row.comparison),
@@ -48,32 +58,45 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
     }
 
 
+def to_text(content: dict[str, Any]) -> str:
+    """Return JSON with a line for each row."""
+    parts = []
+    for name, value in content.items():
+        rows = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
+        parts.append(f"{json.dumps(name)}: " + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
 def to_table(results: Results) -> Table:
-    """Return the one table: passes over the floor, steps over torch's, iterations over plain ones."""
+    """Return the one table: passes over the floor, steps over those of peers, iterations over plain ones."""
     table = report.new_table()
     report.add_passes(table, results.passes)
-    for contest in results.contests:
-        if contest is results.contests[0]:
-            _add_section(table, contest.threads, "steps over torch's")
-        report.add_row(table, contest.contest.name, contest.comparison)
+    for section, rows in itertools.groupby(results.contests, lambda row: _section(row.contest)):
+        report.add_section(table, section)
+        for row in rows:
+            name = f"{row.contest.tensors} x {row.contest.numel}, {row.contest.against}"
+            report.add_row(table, name, row.comparison)
     for overlap in results.overlap:
-        _add_section(table, overlap.threads, "iterations over plain ones")
+        report.add_section(table, f"{superadam.active_isa()}, {overlap.threads} thr.: iterations over plain ones")
         report.add_row(table, "overlapped", overlap.comparison)
     return table
 
 
-def _add_section(table: Table, threads: int, words: str) -> None:
-    report.add_section(table, f"{superadam.active_isa()}, {threads} thr.: {words}")
+def _section(contest: Contest) -> str:
+    moments = "" if contest.moments == "fp32" else f", moments {contest.moments}"
+    return f"{contest.threads} thr.{moments}, {contest.task.in_words}"
 
 
 def notes(results: Results, pairs: int) -> list[str]:
-    """Return what a reader of the table needs: sizes, what a ratio is against, and what each side of a contest did."""
-    sides: dict[tuple[str, str], list[str]] = {}
-    for result in results.contests:
-        sides.setdefault((result.contest.ours, result.contest.theirs), []).append(result.contest.name)
+    """Return what a reader of the table needs: sizes, what a ratio is against, and what was left out."""
     return [
         *report.notes(results.passes),
-        *(f"{'; '.join(names)}: {ours}, against {theirs}." for (ours, theirs), names in sides.items()),
+        *(
+            "Steps: tensors x elements, peer. SpeculativeCPUAdamW.step, which always takes the norm, against what the "
+            "title says with the peer's step; new gradients before each."
+            for _ in results.contests[:1]
+        ),
+        *(f"Not measured: {each.what} ({each.why})." for each in results.left_out),
         *(
             f"overlapped: forward, backward and step of {report.in_words(row.parameters)} fp32 parameters on the CPU, "
             f"{row.tokens:,} tokens, {row.buckets:g} buckets, through OffloadScheduler; taking the gradients cost the "

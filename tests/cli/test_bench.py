@@ -43,6 +43,14 @@ def test_pairs_alternate_and_both_sides_are_warmed_alike():
     assert "".join(clock.log) == "ab" * WARM_UPS + "ab" + "ba" + "ab" + "ba"
 
 
+def test_what_goes_before_a_run_is_not_timed():
+    clock = Clock()
+    ours, theirs, renew, other = (clock.action(name, itertools.repeat(1.0)) for name in "abxy")
+    found = compare(ours, theirs, 2, before=(renew, other), clock=clock)
+    assert "".join(clock.log) == "xayb" * WARM_UPS + "xayb" + "ybxa"
+    assert (found.first.median, found.second.median) == (1.0, 1.0)
+
+
 def test_a_ratio_is_of_the_same_pair():
     clock = Clock()
     drift = [1.0, 2.0, 4.0, 8.0, 16.0]  # the machine slows down; the ratio does not move

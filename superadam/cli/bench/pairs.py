@@ -49,10 +49,22 @@ class Comparison:
     second: Spread
 
 
-def compare(first: Action, second: Action, pairs: int, *, clock: Callable[[], float] = time.perf_counter) -> Comparison:
+def _nothing() -> None:
+    pass
+
+
+def compare(
+    first: Action,
+    second: Action,
+    pairs: int,
+    *,
+    before: tuple[Action, Action] = (_nothing, _nothing),
+    clock: Callable[[], float] = time.perf_counter,
+) -> Comparison:
     """Time two actions in `pairs` pairs: first-second, second-first, first-second, ...
 
-    The order alternates, so that neither always finds the caches as the other left them.
+    The order alternates, so that neither always finds the caches as the other left them. `before` has what runs untimed
+    before every run of each.
 
     Raises:
         ValueError: `pairs` is below 1.
@@ -62,13 +74,15 @@ def compare(first: Action, second: Action, pairs: int, *, clock: Callable[[], fl
     actions = (first, second)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(WARM_UPS):
-        for action in actions:
+        for prepare, action in zip(before, actions, strict=True):
+            prepare()
             action()
     was_collecting = gc.isenabled()
     gc.disable()
     try:
         for pair in range(pairs):
             for index in (0, 1) if pair % 2 == 0 else (1, 0):
+                before[index]()
                 start = clock()
                 actions[index]()
                 seconds[index].append(clock() - start)
