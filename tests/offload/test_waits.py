@@ -56,6 +56,15 @@ REASONS = {
         ),
         "the host's state is not pinned, so that its copies wait themselves; pinned state would need it",
     ),
+    "state.resident ResidentStates.bring_home: self._device.record(Stream.CURRENT).synchronize()": (
+        "the host's state is not pinned, so that copies to it wait themselves; pinned state would need it"
+    ),
+    "state.resident ResidentStates.step: self._device.record(Stream.CURRENT)": (
+        "steps of these programs run on the stream on which state comes home; another thread's would need it"
+    ),
+    "state.new_values NewValues.upload: device.record_stream(distant, Stream.UPLOAD)": (
+        "publishing keeps the memory for a stream that has waited for the upload; this is for values that are dropped"
+    ),
     "state.resident ResidentStates.step: self._device.record_stream(tensor, Stream.CURRENT)": (
         "the memory is freed after `bring_home` has waited for the stream; only a step that fails frees it before"
     ),
