@@ -125,6 +125,10 @@ class NewValues:
                 self.device.scatter(sources, parameters)
             for shadow in shadows:
                 shadow.keep_published()
+        self.mark_published()
+
+    def mark_published(self) -> None:
+        """Let whoever reads parameters wait for what was enqueued to the current stream, also in place."""
         self._published = self.device.record(Stream.CURRENT)
 
     def follow(self) -> None:

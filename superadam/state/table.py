@@ -465,6 +465,7 @@ class ParameterTable:
         """Make one step on the device, to which state that is still on the host moves."""
         assert self._resident is not None
         self._resident.step(pieces, gradients, indices, coefficients.sets)
+        self.new_values.mark_published()
 
     def prepared_count(self, rows: Rows) -> Callable[[], None]:
         """Return what counts a step of parameters once they have their new values; it needs no memory of its own."""

@@ -59,7 +59,7 @@ class SimulatedEvent:
         stream.enqueue(functools.partial(setattr, self, "has_passed", True))
 
     def query(self) -> bool:
-        return self.has_passed
+        return self.has_passed or not self.is_recorded  # as torch.cuda says of an event that was never recorded
 
     def synchronize(self) -> None:
         """Run the accelerator until the point has passed; return at once if it was never recorded."""

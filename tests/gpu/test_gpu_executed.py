@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
 import random
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support import ptx
+from support import ptx, ptx_roundings
 from support.gpu_arrays import DEVICE, Placed, needs_triton, offsets_with_gaps
 from support.gpu_checks import (
     cases,
@@ -34,6 +35,7 @@ from support.gpu_checks import (
 )
 from support.gpu_variants import (
     ADAM,
+    COEFFICIENTS,
     PACK,
     SCATTER,
     Code,
@@ -42,15 +44,19 @@ from support.gpu_variants import (
     Request,
     can_compile,
     noted_launches,
+    stored_dtypes,
 )
-from support.kernel_arrays import STORAGE, Job, make_segment, widen
-from support.ptx_faults import RULES, shown
+from support.kernel_arrays import STORAGE, Job, make_segment, narrow, widen
+from support.ptx_faults import RULES, described
 from support.strategies import Magnitudes
 
 from superadam import gpu
+from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import CHUNK, Flag, Format, Pass
+from superadam.kernels.resident_step import ResidentStep
+from superadam.state.compact import BLOCK as STATE_BLOCK
 
 pytestmark = [
     pytest.mark.slow,
@@ -136,7 +142,8 @@ def check_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flag
         sets.append(replace(k, flags=flags, decay=1 - 1e-4 if double else float(np.float32(1 - 1e-4))))
     multiple = 64 if Format.MOMENTS_8BIT in form else 1
     segments = []
-    for number, (length, kinds) in enumerate([*((1985, kinds) for kinds in KINDS), (1, KINDS[0]), (0, KINDS[0])]):
+    lengths = [1985 + number % 4 for number in range(len(KINDS))]  # a thread has four elements
+    for number, (length, kinds) in enumerate([*zip(lengths, KINDS, strict=True), (1, KINDS[0]), (0, KINDS[0])]):
         length = -(-length // multiple) * multiple
         segment = make_segment(
             number, length, DTYPES[gradient], DTYPES[parameter], kinds=kinds, sprinkle=number % 3 == 2, form=form
@@ -147,6 +154,10 @@ def check_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flag
         if number in (1, 2):  # where the last bits of a change are not lost in a larger master
             for name in segment.arrays.keys() & {"master", "master_low"}:
                 segment.arrays[name].view[:] = 0
+            if Format.MASTER_24BIT in form:  # a change and its negative in 24 bits leave the bits that are cut off
+                Job(Pass.UPDATE, [copied := deepcopy(segment)], sets).run(native.active_isa())
+                segment.arrays["master"].view[:] = copied.arrays["master"].view ^ 0x8000
+                segment.arrays["master_low"].view[:] = copied.arrays["master_low"].view
         segments.append(segment)
     check_against_cpu(Job(Pass.UPDATE, segments, sets), (0,) if aligned else (0, 1, 3))
 
@@ -171,6 +182,23 @@ def half_patterns(source: torch.dtype, link: torch.dtype) -> np.ndarray:
     return np.concatenate(beside).view(np.float32)
 
 
+def chunks_that_tell(seed: int, dtype: torch.dtype) -> np.ndarray:
+    """Return a program's eight chunks, in which every element, each lane's sum and its rounding change the result.
+
+    In half of them one lane is large, to which each square of its small elements adds less than its last bits.
+    """
+    rng = np.random.default_rng(seed)
+    chunks = rng.standard_normal((8, CHUNK // 16, 16))
+    chunks[:4] = 2.0**-11 * (1 + rng.random(chunks[:4].shape))
+    for chunk, lane in enumerate((0, 5, 10, 15)):
+        chunks[chunk, 0, lane] = 1.5 * 2**15
+    chunks[6] = 2.0 ** rng.uniform(-26, -14, chunks[6].shape)  # halves without their last bits
+    ends = np.array([65504.0, 2.0**128 - 2.0**120, np.inf, np.nan, 1.0])
+    chunks[7] = rng.choice(np.concatenate([ends, -ends]), chunks[7].shape)
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    return narrow(chunks.reshape(-1).astype(kind), DTYPES[dtype])
+
+
 def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool) -> None:
     """Pack programs of whole chunks, and one with ends; of one dtype also every half, or what lies beside ties."""
     lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, 300, 17, 255, *range(2, 6)]
@@ -185,6 +213,11 @@ def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool,
         stored.insert(0, half_patterns(sources[0], link))
         dtypes.insert(0, dtypes[0])
         lengths.insert(0, len(stored[0]))
+    for number, dtype in enumerate(sources):
+        whole = chunks_that_tell(number, dtype)
+        stored[:0], stored[len(stored) :] = [whole], [one[:-1] for one in np.split(whole, 8)]
+        dtypes = [DTYPES[dtype], *dtypes, *[DTYPES[dtype]] * 8]
+        lengths = [8 * CHUNK, *lengths, *[CHUNK - 1] * 8]
     places, numel = places_of(lengths, aligned)
     check_pack(stored, dtypes, DTYPES[link], places, numel, (0,) if aligned else (0, 1, 3), with_norm=sums)
 
@@ -202,6 +235,10 @@ def check_scatter(dtype: torch.dtype, aligned: bool) -> None:
     sources = [buffer.tensor[place : place + length] for place, length in zip(places, lengths, strict=True)]
     gpu.scatter_values(sources, [one.tensor for one in targets])
     assert buffer.is_unchanged()
+    for length in range(4097, 4105):  # behind these nothing may be read
+        alone = Placed(values[:length], dtype, starts[-1]), Placed(np.zeros(length, kind), dtype, starts[0])
+        gpu.scatter_values([alone[0].tensor], [alone[1].tensor])
+        assert alone[1].read().tobytes() == values[:length].tobytes()
     for one, place, length in zip(targets, places, lengths, strict=True):
         assert one.outside_is_unchanged()
         assert one.read().tobytes() == values[place : place + length].tobytes()
@@ -213,13 +250,11 @@ CHECKS: dict[str, Callable[..., None]] = {
     "scatter_kernel": check_scatter,
 }
 
-SCATTERED = Request("sm_90", "scatter_kernel", (torch.float32, True))
-
 
 @pytest.fixture(scope="module")
 def compilers(request, tmp_path_factory):
     """Compile what the chosen tests look up."""
-    requests = [*requests_of(request), SCATTERED]
+    requests = [*requests_of(request), *VAST.values()]
     compilers = Compilers(requests, tmp_path_factory.mktemp("triton"), assembles=False, together=64)
     yield compilers
     compilers.close()
@@ -277,37 +312,95 @@ def test_scatter_kernel(request, compilers):
 # ---- more than 32 bits ---------------------------------------------------------------------------------------------
 
 FAR = 2**32
+COMPACT = Format.MOMENTS_8BIT | Format.MASTER_24BIT
+VAST = {
+    "adam": Request("sm_90", "adam_kernel", (torch.float32, torch.float32, Format.PLAIN, Flag(0), True)),
+    "adam of compact state": Request("sm_90", "adam_kernel", (torch.bfloat16, torch.bfloat16, COMPACT, Flag(0), True)),
+    "pack": Request("sm_90", "pack_kernel", ((torch.float32,), torch.bfloat16, True, True)),
+    "scatter": Request("sm_90", "scatter_kernel", (torch.float32, True)),
+}
+"""Variants with all kinds of addresses: of elements, of blocks of state, of chunks; casts are a part of them."""
 
 
-def vast(numel: int) -> torch.Tensor:
+def vast(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return address space, which gets memory where it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python before 3.13 does not name
-    return torch.frombuffer(mmap.mmap(-1, numel * 4, flags), dtype=torch.float32)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags), dtype=dtype)
 
 
-def test_tensors_of_more_than_32_bits(compilers):
-    """Some of the programs scatter one, which may access their parts alone."""
-    code = compilers.code(SCATTERED)
-    numel, block = FAR + 5001, code.constants["BLOCK"]
-    programs = [0, FAR // 2 // block - 1, FAR // 2 // block, FAR // block, FAR // block + 1]
-    source, target = vast(numel), vast(numel)
-    windows = [slice(program * block, min((program + 1) * block, numel)) for program in programs]
-    for number, window in enumerate(windows):
-        source[window] = torch.arange(float(window.stop - window.start)) + number
-    parts = [(one[window].data_ptr(), one[window].nbytes) for one in (source, target) for window in windows]
+def arrays_of(request: Request) -> dict[str, tuple[torch.dtype, int]]:
+    """Return the dtype of each array of a launch, and for how many elements it has one entry."""
+    if request.kernel == "adam_kernel":
+        gradient, parameter, form, *_ = request.arguments
+        dtypes = {"gradient": gradient, "parameter": parameter, **stored_dtypes(torch.float32, form)}
+        return {name: (one, STATE_BLOCK if "exponents" in name else 1) for name, one in dtypes.items()}
+    first = request.arguments[0][0] if request.kernel == "pack_kernel" else request.arguments[0]
+    link = request.arguments[1] if request.kernel == "pack_kernel" else first
+    norm = {"sums": (torch.float64, CHUNK), "counts": (torch.int64, CHUNK)} if request.kernel == "pack_kernel" else {}
+    return {"source": (first, 1), "target": (link, 1), **norm}
+
+
+def launch_of(request: Request, arrays: dict[str, torch.Tensor]) -> Launch:
+    """Return the launch that production makes for one tensor."""
     with noted_launches() as launches:
-        gpu.scatter_values([source], [target])
+        if request.kernel == "adam_kernel":
+            step = ResidentStep(**arrays, max_exp_avg_sq=None, coefficients=0)
+            gpu.update([step], [COEFFICIENTS[request.arguments[3]]])
+        elif request.kernel == "pack_kernel":
+            gpu.pack_gradients([arrays["source"]], [0], arrays["target"], arrays["sums"], arrays["counts"])
+        else:
+            gpu.scatter_values([arrays["source"]], [arrays["target"]])
     (launch,) = launches
+    return launch
+
+
+@pytest.mark.parametrize("name", VAST)
+def test_tensors_of_more_than_32_bits(compilers, name):
+    """Some of the programs run, which may access their parts alone; a small tensor of these gets the same bits."""
+    code, kinds = compilers.code(VAST[name]), arrays_of(VAST[name])
+    kernel = ptx.parse(code.ptx)
+    numel, block = FAR + 5056, code.constants.get("BLOCK") or code.constants["CHUNKS"] * CHUNK
+    programs = [0, FAR // 2 // block - 1, FAR // 2 // block, FAR // block, (numel - 1) // block]
+    windows = [(one * block, min((one + 1) * block, numel)) for one in dict.fromkeys(programs)]
+    generator = torch.Generator().manual_seed(0)
+    small, whole, places = {}, {}, {}
+    for array, (dtype, each) in kinds.items():
+        whole[array] = vast(-(-numel // each), dtype)
+        places[array] = [slice(begin // each, -(-end // each)) for begin, end in windows]
+        parts = [torch.randn(one.stop - one.start, generator=generator).square().mul(100) for one in places[array]]
+        small[array] = torch.cat(parts).to(dtype)
+        for place, part in zip(places[array], parts, strict=True):
+            whole[array][place] = part.to(dtype)
+    expected, launch = launch_of(VAST[name], small), launch_of(VAST[name], whole)
     assert launch.grid == (programs[-1] + 1,)
-    execute(launch, code, ptx.parse(code.ptx), parts, programs)
-    for window in windows:
-        assert torch.equal(source[window], target[window])
+    execute(expected, code, kernel, [(one.data_ptr(), one.nbytes) for one in small.values()], range(expected.grid[0]))
+    parts = [(whole[array][one].data_ptr(), whole[array][one].nbytes) for array in kinds for one in places[array]]
+    execute(launch, code, kernel, parts, [*dict.fromkeys(programs)])
+    for array in kinds:
+        there = torch.cat([whole[array][place] for place in places[array]])
+        assert torch.equal(there.view(torch.uint8), small[array].view(torch.uint8)), array
 
 
 # ---- planted faults ------------------------------------------------------------------------------------------------
 
-PLANTS, SHARE = 300, 0.95
-SECONDS = 60.0  # of a check that takes a few, until it counts as one that hangs
+PARTS, PLANTS, SHARE = range(2), 150, 0.8  # of these 300, 249 were noticed without `chunks_that_tell`
+
+SURVIVORS = {
+    **dict.fromkeys(
+        (
+            f"adam_kernel `return value.to(tl.float32)` roundings: cvt.rn.f32.f64 becomes cvt.{mode}.f32.f64"
+            for mode in ("rz", "rm", "rp")
+        ),
+        "coefficients of fp32 state have values of fp32 before they are converted",
+    ),
+    "adam_kernel `vmax = tl.where((vmax < v) | (v != v), v, vmax)` predicates: setp.gt.f32 becomes setp.ge.f32": (
+        "where both are equal, either has these bits, as squares have no sign"
+    ),
+    "pack_kernel `for first in range(0, rows, ahead):` predicates: setp.lt.s64 becomes setp.le.s64": (
+        "once more round the loop, in which every element is masked"
+    ),
+}
+"""Faults that change nothing that anybody sees, and why; `support.ptx_faults.described` says what their names hold."""
 
 
 def chosen_requests() -> list[Request]:
@@ -321,63 +414,65 @@ def chosen_requests() -> list[Request]:
 
 
 class HangError(Exception):
-    """A check takes many times as long as without a fault."""
+    """A check executes more than twice as many instructions as without a fault."""
 
 
-def reason_of(request: Request, code: Code, kernel: ptx.Kernel) -> str | None:
-    """Return what notices a fault; None where nothing does."""
+def reason_of(request: Request, code: Code, kernel: ptx.Kernel, most: float) -> tuple[str | None, int]:
+    """Return what notices a fault, None where nothing does, and how many instructions were executed, at `most`."""
+    guard, count = ptx.Run._guard, itertools.count(1)
 
-    def hang(*_: object) -> None:
-        raise HangError
+    def counted(run: ptx.Run, instruction: ptx.Instruction) -> Any:
+        if next(count) > most:
+            raise HangError
+        return guard(run, instruction)
 
-    before = signal.signal(signal.SIGALRM, hang)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    reason = None
     try:
-        with mock.patch.object(ptx, "parse", return_value=kernel), executing(code):
+        with (
+            mock.patch.object(ptx, "parse", return_value=kernel),
+            mock.patch.object(ptx.Run, "_guard", counted),
+            executing(code),
+        ):
             CHECKS[request.kernel](*request.arguments)
     except ptx.ExecutionError as error:
-        return "refused" if "not known" in str(error) else "executor"
+        reason = "refused" if "not known" in str(error) else "executor"
     except AssertionError:
-        return "bits"
-    except HangError:
-        return "hang"
+        reason = "bits"
     except Exception as error:  # numpy's, of numbers that fit nothing
-        return type(error).__name__
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    return None
+        reason = type(error).__name__
+    return reason, next(count)
 
 
 @pytest.mark.deep
-def test_planted_faults_are_noticed(tmp_path):
-    """Also by refusing what is no longer an instruction that is known to round as written."""
+@pytest.mark.parametrize("part", PARTS)
+def test_planted_faults_are_noticed(part, tmp_path):
+    """Roundings are executed as they were planted; only what may be contracted, which has no bits, is refused."""
     torch.set_num_threads(1)
     every = chosen_requests()
     compilers = Compilers(every, tmp_path, assembles=False, together=7)
-    choices = [random.Random(seed) for seed in range(2)]
+    choice, most = random.Random(part).choice, dict[Request, int]()
     outcomes: Counter[tuple[str, str]] = Counter()
     survivors = []
-    for request in every:
-        check(request, compilers.code(request))
-    while outcomes.total() < PLANTS:
-        choice = choices[outcomes.total() * len(choices) // PLANTS].choice
-        request, rule = choice(every), RULES[outcomes.total() % len(RULES)]
-        code = compilers.code(request)
-        kernel = ptx.parse(code.ptx)
-        changes = [*rule(kernel)]
-        if not changes:  # as roundings where only bytes are moved
-            continue
-        at, changed = choice(changes)
-        original = kernel.instructions[at]
-        kernel.instructions[at] = changed
-        reason = reason_of(request, code, kernel)
-        outcomes[rule.__name__, reason or "nothing"] += 1
-        if reason is None:
-            survivors.append(
-                f"{request.target} {request.kernel} {original.place} {rule.__name__}: {shown(original, changed)}"
-            )
+    with ptx_roundings.known():
+        while outcomes.total() < PLANTS:
+            request, rule = choice(every), RULES[outcomes.total() % len(RULES)]
+            code = compilers.code(request)
+            if request not in most:
+                reason, executed = reason_of(request, code, ptx.parse(code.ptx), math.inf)
+                assert reason is None
+                most[request] = 2 * executed
+            kernel = ptx.parse(code.ptx)
+            changes = [*rule(kernel)]
+            if not changes:  # as roundings where only bytes are moved
+                continue
+            at, changed = choice(changes)
+            original, kernel.instructions[at] = kernel.instructions[at], changed
+            reason, _ = reason_of(request, code, kernel, most[request])
+            outcomes[rule.__name__, reason or "nothing"] += 1
+            if reason is None:
+                survivors.append(described(request.kernel, rule, original, changed))
     compilers.close()
     lines = [f"{rule}: {reason} {count}" for (rule, reason), count in sorted(outcomes.items())]
-    sys.stdout.write("\n".join(["", *lines, *survivors, ""]))
-    assert len(survivors) <= (1 - SHARE) * PLANTS, survivors
+    lines += [f"{one}: {SURVIVORS.get(one, 'not explained')}" for one in survivors]
+    sys.stdout.write("\n".join(["", *lines, ""]))
+    assert len(survivors) <= (1 - SHARE) * PLANTS

@@ -14,6 +14,7 @@ from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.kernels.torch_private import ordinary_tensors
 from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
 
@@ -76,6 +77,13 @@ class Elsewhere:
             self.first.wait_stream(stream)
 
 
+def memory_of(parameter: Tensor, device: SimulatedDevice | None) -> Tensor:
+    """Return a copy of what the memory of a parameter holds now, whatever is still to be written to it, as bits."""
+    with ordinary_tensors():
+        here = parameter.detach() if device is None else device.accelerator.alias(parameter.detach())
+        return here.clone().view(torch.int32 if here.dtype == torch.float32 else torch.int16)
+
+
 def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
     """Train as drawn; return what the program sees, as bits."""
     dtype = choices.choice([torch.bfloat16, torch.float32, torch.float16])
@@ -93,6 +101,7 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
         for _ in range(STEPS)
     ]
     has_streams, seed = micro_batches == 1 and choices.random() < 0.9, choices.random()
+    reads_losses, losses = choices.random() < 0.5, list[Tensor]()  # reading one waits for the model's stream
     scheduled = {
         "bucket_numel": choices.choice([1, 100, 700, 700, 10**6]),
         "gpu_buckets": choices.choice([0, 0, 1, 2, 100]),
@@ -142,9 +151,17 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
                 if action != "drop":
                     optimizer.step()
                 optimizer.zero_grad()
-                seen.append(loss.item())
+                losses.append(loss.detach())
+                if reads_losses:
+                    seen.append(loss.item())
                 if action == "look":
+                    if overlap is not None and device is not None:
+                        device.switch(int(elsewhere is not None))  # another one than new values are published on
+                        overlap.synchronize()
+                        device.switch(0)
+                    seen.append([memory_of(parameter, device).tolist() for parameter in model.parameters()])
                     seen.append(state_bits(optimizer, without=hidden))
+        seen.append([loss.item() for loss in losses])
         seen.append(state_bits(optimizer, without=hidden))
         if device is not None:
             device.finish()
@@ -153,10 +170,14 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
     return seen
 
 
+def trained_late(seed: int) -> list[Any]:
+    """Return what a program sees on the device."""
+    return train(random.Random(seed), ShortDevice(seed, random.Random(seed).choice([0.0, 0.0, 0.1, 0.5])))
+
+
 def differs(seed: int) -> bool:
     """Whether a program sees anything else than on the host."""
-    device = ShortDevice(seed, random.Random(seed).choice([0.0, 0.0, 0.1, 0.5]))
-    return train(random.Random(seed), device) != train(random.Random(seed), None)
+    return trained_late(seed) != train(random.Random(seed), None)
 
 
 @pytest.mark.slow
@@ -179,6 +200,25 @@ def test_samples_wait_for_what_another_stream_publishes(monkeypatch: pytest.Monk
                     (parameter * device.there(torch.ones(600, dtype=torch.bfloat16))).sum().backward()
                     optimizer.step()
     assert looked == []
+
+
+@pytest.mark.parametrize("gpu_buckets", [0, 1])
+def test_synchronize_waits_for_what_was_published_on_another_stream(gpu_buckets: int) -> None:
+    for seed in range(6):
+        device = SimulatedDevice(seed, 0.0)
+        with device.computing():
+            parameter = nn.Parameter(device.there(torch.ones(600)))
+            model, options = nn.ParameterList([parameter]), {"num_threads": 1, "gpu_buckets": gpu_buckets}
+            optimizer = SpeculativeCPUAdamW([parameter], lr=0.25, weight_decay=0.0)
+            with OffloadScheduler(optimizer, model, device=device, **options) as overlap:
+                for _ in range(2):
+                    (parameter * device.there(torch.ones(600))).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                device.switch(1)
+                overlap.synchronize()
+                values = memory_of(parameter, device).view(torch.float32).unique().tolist()
+                assert values == pytest.approx([0.5], abs=1e-6)
 
 
 def test_backward_waits_for_no_micro_batch_that_is_summed_on_the_host() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from support.ptx import Instruction, Kernel
+
+from superadam import gpu
 
 SWAPS = {"add": "sub", "sub": "add", "and": "or", "or": "and", "xor": "and", "shl": "shr", "shr": "shl", "min": "max"}
 SWAPS |= {"max": "min", "neg": "abs", "abs": "neg", "mul": "add", "div": "mul", "fma": "mul", "sqrt": "neg"}
@@ -27,6 +30,7 @@ def operators(kernel: Kernel) -> Iterator[Change]:
         if kind in SWAPS:
             dropped = 1 if kind == "fma" else 0
             rest = [part for part in rest if part != "rn" or "f" in rest[-1]]
+            rest = [rest[0].replace(*("bu" if kind == "shl" else "ub"))] if kind in ("shl", "shr") else rest
             yield at, replace(one, name=".".join([SWAPS[kind], *rest]), operands=one.operands[: -dropped or None])
 
 
@@ -61,8 +65,8 @@ def roundings(kernel: Kernel) -> Iterator[Change]:
     """Another direction, denormals that are flushed, or what may be contracted."""
     for at, one in enumerate(kernel.instructions):
         if ".rn" in one.name:
-            yield at, replace(one, name=one.name.replace(".rn", ".rz"))
-            yield at, replace(one, name=one.name.replace(".rn", ".rn.ftz"))
+            for other in (".rz", ".rm", ".rp", ".rn.ftz")[: 3 if one.name.endswith("rn.f64") else 4]:
+                yield at, replace(one, name=one.name.replace(".rn", other))
             if one.name.startswith(("add", "mul", "sub")):
                 yield at, replace(one, name=one.name.replace(".rn", ""))
         if one.name.startswith("fma.rn.f32") and one.operands[1] != one.operands[3]:  # two roundings, not one
@@ -108,7 +112,31 @@ def _is_address(part: Any) -> bool:
 RULES: tuple[Callable[[Kernel], Iterator[Change]], ...] = (operators, operands, roundings, predicates, addresses)
 
 
-def shown(one: Instruction, other: Instruction) -> str:
-    """Return an instruction and what became of it."""
-    texts = [f"@{'!' * it.negated}{it.guard} {it.name} {it.operands}" for it in (one, other)]
-    return " -> ".join(texts)
+def described(kernel: str, rule: Callable[..., object], one: Instruction, other: Instruction) -> str:
+    """Return what stays the same from one variant of a kernel, and from one version of Triton, to many others.
+
+    That is the rule, the line of the source, and what was done to the instruction there, without numbers of registers.
+    """
+    changes = [f"{one.name} becomes {other.name}"] if one.name != other.name else [one.name]
+    if (one.guard, one.negated) != (other.guard, other.negated):
+        changes.append("for other threads" if other.guard else "for all threads")
+    if sorted(map(str, one.operands)) == sorted(map(str, other.operands)) and one.operands != other.operands:
+        changes.append("sources exchanged")
+    elif one.name == other.name:
+        for number, (before, after) in enumerate(zip(one.operands, other.operands, strict=True)):
+            if before != after:
+                is_plain = isinstance(after, str) and not after.startswith("%")
+                moved = f"{before} becomes {after}" if is_plain else _moved(before, after)
+                changes.append(f"source {number} {moved}")
+    return f"{kernel} `{source_line(one.place)}` {rule.__name__}: {', '.join(changes)}"
+
+
+def _moved(before: Any, after: Any) -> str:
+    return f"{after[1] - before[1]:+d} bytes" if _is_address(after) and after[0] == before[0] else "is another register"
+
+
+def source_line(place: str) -> str:
+    """Return the line of superadam.gpu that an instruction is made from, or of Triton's own functions its file."""
+    file, _, number = place.partition(":")
+    path = Path(gpu.__file__).parent / file
+    return path.read_text().splitlines()[int(number) - 1].strip() if path.is_file() and number != "0" else file
