@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 import numpy as np
 import pytest
-from support import ptx, ptx_roundings
+from support import ptx
 
 
 def program(body: str, parameters: int = 1) -> ptx.Kernel:
@@ -104,35 +101,3 @@ def test_readers_are_ordered_by_a_barrier_in_a_program_only():
     run(body, np.zeros(64, np.uint32))
     with pytest.raises(ptx.ExecutionError, match="a race: a write"):
         run(body, np.zeros(128, np.uint32), grid=2)
-
-
-@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
-@pytest.mark.parametrize("kind", ["f32", "f64"])
-def test_planted_roundings_are_those_of_exact_fractions(mode, kind):
-    rng = np.random.default_rng(0)
-    exact = {
-        "add": lambda a, b, c: a + b,
-        "sub": lambda a, b, c: a - b,
-        "mul": lambda a, b, c: a * b,
-        "div": lambda a, b, c: a / b,
-        "fma": lambda a, b, c: a * b + c,
-        "sqrt": lambda a, b, c: Fraction(math.isqrt(int(a * 4**200)), 2**200),
-    }
-    for name, compute in exact.items():
-        sources = [np.abs(one).astype(ptx.dtype_of(kind)) for one in rng.standard_normal((3, 100))]
-        used = sources[: {"sqrt": 1, "fma": 3}.get(name, 2)]
-        bits = ptx_roundings.arithmetic(name, mode, None, kind, *map(ptx.unsigned, used))
-        for result, *values in zip(ptx.typed(bits, kind), *sources, strict=True):
-            wanted, unit = compute(*map(Fraction, map(float, values))), Fraction(float(np.spacing(abs(result))))
-            towards_0 = (-unit, 0) if wanted > 0 else (0, unit)
-            low, high = {"rn": (-unit / 2, unit / 2), "rz": towards_0, "rm": (-unit, 0), "rp": (0, unit)}[mode]
-            assert low <= Fraction(float(result)) - wanted <= high
-
-
-def test_planted_roundings_are_known_where_they_are_planted_alone():
-    with ptx_roundings.known():
-        assert ptx.find("add.rz.f32")[1] == ("add", "rz", None, "f32")
-        with pytest.raises(ptx.ExecutionError, match="not known"):
-            ptx.find("add.f32")
-    with pytest.raises(ptx.ExecutionError, match="not known"):
-        ptx.find("add.rz.f32")
