@@ -90,19 +90,25 @@ def gradients_go_to_the_host_and_values_come_back(device: Device) -> None:
 
 
 def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
-    """The event of `mark_ready` holds up a stream that packs the gradient, and a thread that reads one on the host."""
+    """The event of `mark_ready` holds up streams that read the gradient, and a thread that reads one on the host."""
+    values = torch.arange(70.0, device="cpu")
     for where in (_where(device), torch.device("cpu")):
-        parameter = nn.Parameter(torch.zeros(70, device=where))
-        parameter.grad = torch.arange(70.0, device=where)
+        parameter, made_by_device = nn.Parameter(torch.zeros(70, device=where)), where == _where(device)
+        gradient = values.to(where)
+        if made_by_device:  # late, where its work is
+            gradient = device.pack([gradient], _layout_of(gradient), torch.float32)[:70]
+        parameter.grad = gradient
         made = device.mark_ready(parameter)
         if made is None:
             continue
-        if where == _where(device):
+        if made_by_device:
             for event in dict.fromkeys([made, made]):  # it can be hashed
-                device.wait(Stream.CURRENT, event)
-            packed = device.pack([parameter.grad], _layout_of(parameter.grad), torch.float32)
-            _finish(device, Stream.CURRENT)
-            assert torch.equal(packed[:70], parameter.grad)
+                device.wait(Stream.DOWNLOAD, event)
+            host = device.host_empty(70, torch.float32)
+            device.copy(host, gradient, Stream.DOWNLOAD)
+            device.record_stream(gradient, Stream.DOWNLOAD)
+            _finish(device, Stream.DOWNLOAD)
+            assert torch.equal(host, values)
         made.synchronize()
         assert made.query()
 
