@@ -282,6 +282,7 @@ GROUPS = (HYPER, replace(HYPER, lr=1e-2))
 @example(lengths=[5000, 9000], limit=0.0, bad=[], seed=0, mode=nullcontext)
 @example(lengths=[5000, 9000], limit=math.inf, bad=[math.nan], seed=0, mode=nullcontext)
 @example(lengths=[5000, 9000], limit=1.0, bad=[], seed=0, mode=rounded_upward)
+@example(lengths=[5000, 9000], limit=150.0, bad=[], seed=0, mode=nullcontext)  # a little above the norm
 def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed, mode):
     """Whatever the floating-point mode, which it leaves as it was."""
     ours, expected = Update(lengths, seed, bad), Update(lengths, seed, bad)
@@ -295,6 +296,7 @@ def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed
     native.run(Pass.NORM, expected.segments)
     outcome = judge(GradientNorm(expected.sums, expected.nonfinite), limit)
     if outcome.kind is not StepKind.SKIPPED:
+        assert not ours.segments["sums"].any()  # nor does the update take the norm again
         expected.segments["sums"] = expected.segments["nonfinite"] = 0
         scaled = [Coefficients.at_step(hyper, 3, outcome.clip_coefficient) for hyper in GROUPS]
         native.run(Pass.UPDATE, expected.segments, coefficient_table(scaled))

@@ -119,7 +119,7 @@ def test_both_ways_find_the_same():
         *(torch.ones(3).to_sparse(), torch.ones(4, dtype=torch.float64).t(), uncounted, torch.tensor(1.0)),
     ]
     found, expected = (np.zeros((len(tensors), 5), np.int64) for _ in range(2))
-    _places.look(tensors, found)
+    _places.look(tuple(tensors), found)
     places._look_in_python(tensors, expected)
     assert (
         found[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist()
@@ -128,29 +128,35 @@ def test_both_ways_find_the_same():
     assert ((found[:, LAYOUT] == 0) == (expected[:, LAYOUT] == 0)).all()
 
 
+METHODS = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
+NAMES = (Tensor, *METHODS, "_cdata", "_version", "grad")
+
+
 def test_an_array_of_another_length_is_refused():
-    tensors, few, one, place = [torch.ones(3)], np.zeros(9, np.int64), np.zeros(1, np.int64), np.zeros(5, np.int64)
-    calls = [(_places.look, few), (_places.compare, few, one), (_places.compare, place, few)]
-    for function, *arrays in [*calls, (_places.gradients, few, one), (_places.gradients, one, few)]:
+    tensors, few, one, place = (torch.ones(3),), np.zeros(9, np.int64), np.zeros(1, np.int64), np.zeros(5, np.int64)
+    calls = [(_places.look, few), (_places.compare, few, one, one), (_places.compare, place, few, one)]
+    calls += [(_places.compare, place, one, few), (_places.gradients, few, one), (_places.gradients, one, few)]
+    for function, *arrays in calls:
         with pytest.raises(ValueError, match="one place for each tensor"):
             function(tensors, *arrays)
 
 
 def test_another_version_of_dlpack_is_refused():
     with pytest.raises(ValueError, match="incorrect name"):
-        _places.use(torch._C._to_dlpack(torch.ones(3)), *[None] * 7)
+        _places.use(torch._C._to_dlpack(torch.ones(3)), NAMES)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     for major, view in ((2, 1), (1, 0)):
         api = (ctypes.c_uint64 * 8)(major, 0, 0, 0, 0, view)
         capsule = new(ctypes.addressof(api), b"dlpack_exchange_api", None)
         with pytest.raises(ValueError, match="not that of DLPack 1"):
-            _places.use(capsule, *[None] * 7)
+            _places.use(capsule, NAMES)
+    with pytest.raises(ValueError, match="three names"):
+        _places.use(Tensor.__dlpack_c_exchange_api__, NAMES[:-1])
 
 
 def test_what_torch_calls_itself_is_taken_again() -> None:
-    names = Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg, "_cdata", "_version", "grad"
-    assert _places.use(Tensor.__dlpack_c_exchange_api__, Tensor, *names) is None
+    assert _places.use(Tensor.__dlpack_c_exchange_api__, NAMES) is None
     test_both_ways_find_the_same()
 
 
@@ -165,14 +171,14 @@ class Shortening(Tensor):
         return 0
 
 
-def test_a_list_that_is_shortened_meanwhile_is_told() -> None:
+def test_a_list_that_is_shortened_meanwhile_is_looked_at_whole() -> None:
     first = torch.ones(3).as_subclass(Shortening)
     tensors = first.tensors = [first, torch.ones(3)]
-    with pytest.raises(IndexError):
-        _places.look(tensors, np.zeros(10, np.int64))
+    places = places_of(tensors)
+    assert (tensors, places[1, BYTES]) == ([], 12)
     tensors += [first, torch.ones(3)]
-    with pytest.raises(IndexError):
-        _places.compare(tensors, np.zeros(10, np.int64), np.zeros(2, np.int64))
+    assert compare(tensors, places)[0] == [1]
+    assert tensors == []
 
 
 def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
@@ -182,16 +188,17 @@ def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
 
 def test_nothing_is_left_of_a_look() -> None:
     """Neither a reference to what was looked at, nor to the numbers that it found, nor to the arrays."""
-    tensors, memory, numbers = [nn.Parameter(torch.ones(3)) for _ in range(300)], bytearray(12000), bytearray(2400)
+    tensors = tuple(nn.Parameter(torch.ones(3)) for _ in range(300))
+    memory, numbers = bytearray(12000), bytearray(2400)
     for tensor in tensors:
         tensor.grad = torch.ones(3)
 
     def look() -> None:
         _places.look(tensors, memory)
-        _places.compare(tensors, memory, numbers)
+        _places.compare(tensors, memory, numbers, numbers)
         _places.gradients(tensors, numbers, numbers)
         memory[:] = bytes(12000)  # other places than those of the tensors
-        _places.compare(tensors, memory, numbers)
+        _places.compare(tensors, memory, numbers, numbers)
 
     look()
     counts = [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)]

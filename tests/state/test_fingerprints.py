@@ -120,6 +120,21 @@ def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
         assert fingerprints.seen_hints(rows(0, 1)) == []
 
 
+def test_our_own_write_counts_in_a_part_and_in_its_whole() -> None:
+    """Of either, autograd then refuses what it has saved; an ordinary parameter is both, and counts once."""
+    (parts, _), (wholes, _) = make(), make()
+    wholes[3] = parts[3]
+    fingerprints = Fingerprints(parts, wholes)
+    parts[2].add_(1)
+    before = [tensor._version for tensor in (*parts, *wholes)]
+    fingerprints.prepared_bump(rows(3, 0))()
+    assert [tensor._version - version for tensor, version in zip((*parts, *wholes), before, strict=True)] == [
+        *(1, 0, 0, 1),
+        *(1, 0, 0, 1),
+    ]
+    assert fingerprints.hints() == [2]
+
+
 def cloned(layer: nn.Linear) -> None:
     layer.weight.data = layer.weight.data.clone()
 
