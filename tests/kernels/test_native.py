@@ -278,17 +278,19 @@ GROUPS = (HYPER, replace(HYPER, lr=1e-2))
     bad=st.lists(st.sampled_from([math.inf, -math.inf, math.nan, 3e38]), max_size=1),
     seed=st.integers(0, 2**32 - 1),
     mode=st.sampled_from([nullcontext, flushed_denormals, rounded_upward]),
+    isa=st.sampled_from(superadam.available_isas()),
 )
-@example(lengths=[5000, 9000], limit=0.0, bad=[], seed=0, mode=nullcontext)
-@example(lengths=[5000, 9000], limit=math.inf, bad=[math.nan], seed=0, mode=nullcontext)
-@example(lengths=[5000, 9000], limit=1.0, bad=[], seed=0, mode=rounded_upward)
-@example(lengths=[5000, 9000], limit=150.0, bad=[], seed=0, mode=nullcontext)  # a little above the norm
-def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed, mode):
+@example(lengths=[5000, 9000], limit=0.0, bad=[], seed=0, mode=nullcontext, isa="scalar")
+@example(lengths=[5000, 9000], limit=math.inf, bad=[math.nan], seed=0, mode=nullcontext, isa="scalar")
+@example(lengths=[5000, 9000], limit=1.0, bad=[], seed=0, mode=rounded_upward, isa="scalar")
+@example(lengths=[5000, 9000], limit=150.0, bad=[], seed=0, mode=nullcontext, isa="scalar")  # a little above the norm
+def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed, mode, isa):
     """Whatever the floating-point mode, which it leaves as it was."""
     ours, expected = Update(lengths, seed, bad), Update(lengths, seed, bad)
     table = coefficient_table([Coefficients.at_step(hyper, 3) for hyper in (*GROUPS, HYPER)])
     beyond = table[-1].tobytes()
-    with mode():
+    with mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_active", isa)
         is_usual, begin = native.is_float_mode_usual(), time.monotonic()
         verdict = native.step(ours.segments, table[:-1], ours.sums, ours.nonfinite, limit)
         elapsed = time.monotonic() - begin
