@@ -46,28 +46,28 @@ static int64_t number_of(PyObject *result)
     return number;
 }
 
-/* Writes where the memory of a tensor begins, and a hash of how it lies there; nothing where it has none. */
-static void see(PyObject *tensor, int64_t *address, int64_t *layout)
+/* Writes where the memory of a tensor begins, and returns a hash of how it lies there; writes nothing, and returns 0,
+ * where it has none. */
+static int64_t see(PyObject *tensor, int64_t *address)
 {
     dl_tensor view;
     if (exchange->view(tensor, &view) != 0) {
         PyErr_Clear(); /* as on the meta device */
-        return;
+        return 0;
     }
     uint64_t hash = mixed(mixed(mixed(view.code, view.bits), view.device_type), view.device_id);
     for (int32_t dim = 0; dim < view.ndim; dim++)
         hash = mixed(mixed(hash, (uint64_t)view.shape[dim]), (uint64_t)view.strides[dim]);
     *address = (int64_t)((uintptr_t)view.data + view.byte_offset);
-    *layout = (int64_t)mixed(hash, (uint64_t)view.ndim);
+    return (int64_t)mixed(hash, (uint64_t)view.ndim);
 }
 
 static void describe(PyObject *tensor, int64_t *place)
 {
-    for (int word = 0; word < WORDS; word++)
-        place[word] = 0;
+    memset(place, 0, WORDS * sizeof *place);
     if (tensor == Py_None)
         return;
-    see(tensor, &place[ADDRESS], &place[LAYOUT]);
+    place[LAYOUT] = see(tensor, &place[ADDRESS]);
     PyObject *storage = PyObject_CallFunctionObjArgs(storage_of, tensor, NULL);
     if (storage) {
         place[STORAGE] = number_of(PyObject_GetAttr(storage, key_name));
@@ -161,10 +161,8 @@ static PyObject *compare(PyObject *self, PyObject *arguments)
 /* Returns where a gradient lies, if it is an ordinary tensor in this layout, whose elements are as they lie there. */
 static int64_t address_of(PyObject *gradient, int64_t expected)
 {
-    int64_t address = 0, layout = 0;
-    if ((PyObject *)Py_TYPE(gradient) == tensor_type)
-        see(gradient, &address, &layout);
-    if (layout != expected)
+    int64_t address = 0;
+    if ((PyObject *)Py_TYPE(gradient) != tensor_type || see(gradient, &address) != expected)
         return 0;
     PyObject *negative = PyObject_CallFunctionObjArgs(is_negative, gradient, NULL);
     const int is_plain = negative == Py_False;
