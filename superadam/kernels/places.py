@@ -75,16 +75,14 @@ _compare = getattr(torch_private.looks, "compare", _compare_in_python)
 _gradients = getattr(torch_private.looks, "gradients", _gradients_in_python)
 
 
-def places_of(tensors: list[Tensor] | list[Tensor | None]) -> Places:
+def places_of(tensors: Sequence[Tensor | None]) -> Places:
     """Return where these tensors lie now; None lies nowhere."""
     places = np.empty((len(tensors), len(_NOTHING)), np.int64)
     _look(tuple(tensors), places)
     return places
 
 
-def compare(
-    tensors: list[Tensor] | list[Tensor | None], before: Places
-) -> tuple[list[int], npt.NDArray[np.int64], int]:
+def compare(tensors: Sequence[Tensor | None], before: Places) -> tuple[list[int], npt.NDArray[np.int64], int]:
     """Return which tensors have other memory or another layout; the versions of all; and how many of those are new."""
     versions, rows = np.empty(len(tensors), np.int64), np.empty(len(tensors), np.int64)
     moved, changed = _compare(tuple(tensors), before, versions, rows)
@@ -92,7 +90,7 @@ def compare(
 
 
 def gradients_of(
-    parameters: list[Tensor], layouts: npt.NDArray[np.int64]
+    parameters: Sequence[Tensor], layouts: npt.NDArray[np.int64]
 ) -> tuple[list[Any], npt.NDArray[np.uint64], int, int]:
     """Return `.grad` of all parameters, addresses, how many gradients there are, and how many have an address.
 
