@@ -120,14 +120,20 @@ def test_both_ways_find_the_same():
         *(nn.Parameter(torch.ones(3, 4)), torch.ones(3, 4)[1:], torch.zeros(0), torch.empty(3, device="meta"), None),
         *(torch.ones(3).to_sparse(), torch.ones(4, dtype=torch.float64).t(), uncounted, torch.tensor(1.0)),
     ]
-    found, expected = (np.zeros((len(tensors), 5), np.int64) for _ in range(2))
-    _places.look(tuple(tensors), found)
-    places._look_in_python(tensors, expected)
-    assert (
-        found[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist()
-        == expected[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist()
-    )
-    assert ((found[:, LAYOUT] == 0) == (expected[:, LAYOUT] == 0)).all()
+    looks, comparisons = [], []
+    for look, compare_with in (
+        (_places.look, _places.compare),
+        (places._look_in_python, places._compare_in_python),
+    ):
+        known, versions, rows = np.zeros((len(tensors), 5), np.int64), *np.full((2, len(tensors)), -7)
+        look(tuple(tensors), known)
+        looks.append([known[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist(), (known[:, LAYOUT] == 0).tolist()])
+        known[2, BYTES] += 1
+        known[5, VERSION] += 1
+        comparisons.append([*compare_with(tuple(tensors), known, versions, rows), versions.tolist(), rows.tolist()])
+    assert looks[0] == looks[1]
+    assert comparisons[0] == comparisons[1]
+    assert comparisons[0] == [1, 1, [row[3] for row in looks[0][0]], [2, *[-7] * (len(tensors) - 1)]]
 
 
 METHODS = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
