@@ -197,14 +197,14 @@ def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
 def test_nothing_is_left_of_a_look() -> None:
     """Neither a reference to what was looked at, nor to the numbers that it found, nor to the arrays."""
     tensors = tuple(nn.Parameter(torch.ones(3)) for _ in range(300))
-    memory, numbers = bytearray(12000), bytearray(2400)
+    memory, numbers, layouts = bytearray(12000), bytearray(2400), bytearray(places_of(tensors)[:, LAYOUT].tobytes())
     for tensor in tensors:
         tensor.grad = torch.ones(3)
 
     def look() -> None:
         _places.look(tensors, memory)
         _places.compare(tensors, memory, numbers, numbers)
-        _places.gradients(tensors, numbers, numbers)
+        assert _places.gradients(tensors, layouts, numbers)[1:] == (300, 300)
         memory[:] = bytes(12000)  # other places than those of the tensors
         _places.compare(tensors, memory, numbers, numbers)
 
@@ -222,8 +222,8 @@ def test_nothing_is_left_of_a_look() -> None:
     assert after - before < 2000
     assert [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)] == counts
     assert sys.getrefcount(False) < falses + 100
-    memory.append(0)  # which an array that refers to it would refuse
-    numbers.append(0)
+    for array in (memory, numbers, layouts):
+        array.append(0)  # which an array that refers to it would refuse
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,10 @@ def test_memory_that_is_gone_is_known() -> None:
 
 def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
     (parts, _), (wholes, _) = make(2), make(2)
+    for written in (parts[0], wholes[1]):
+        written.add_(1)
     fingerprints = Fingerprints(parts, wholes)
+    assert fingerprints.hints() == []
     for written in ([parts[0]], [wholes[0]], [parts[0], wholes[0]]):
         for tensor in written:
             tensor.add_(1)
