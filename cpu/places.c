@@ -108,10 +108,10 @@ static PyObject *use(PyObject *self, PyObject *arguments)
 /* Returns whether an array has this many numbers. */
 static int has_room(const Py_buffer *array, Py_ssize_t numbers)
 {
-    if (exchange && array->len == numbers * (Py_ssize_t)sizeof(int64_t))
-        return 1;
-    PyErr_SetString(PyExc_ValueError, "the arrays do not have one place for each tensor");
-    return 0;
+    const int has = exchange && array->len == numbers * (Py_ssize_t)sizeof(int64_t);
+    if (!has)
+        PyErr_SetString(PyExc_ValueError, "the arrays do not have one place for each tensor");
+    return has;
 }
 
 static PyObject *look(PyObject *self, PyObject *arguments)

@@ -104,13 +104,14 @@ def test_memory_that_is_gone_is_known() -> None:
     assert fingerprints.had_memory(every).tolist() == [True] * 4
 
 
-def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_writes_to_a_part_and_to_its_whole_both_count(is_new: bool) -> None:
     (parts, _), (wholes, _) = make(2), make(2)
-    for written in (parts[0], wholes[1]):
-        written.add_(1)
+    for tensor in () if is_new else (parts[0], wholes[1]):
+        tensor.add_(1)
     fingerprints = Fingerprints(parts, wholes)
     assert fingerprints.hints() == []
-    for written in ([parts[0]], [wholes[0]], [parts[0], wholes[0]]):
+    for written in ([wholes[0]], [parts[0]], [parts[0], wholes[0]]):
         for tensor in written:
             tensor.add_(1)
         assert fingerprints.hints() == [0]
