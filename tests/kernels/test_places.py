@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from superadam.kernels import _places, places
 from superadam.kernels.memory import has_memory
@@ -192,6 +193,23 @@ def test_a_list_that_is_shortened_meanwhile_is_looked_at_whole() -> None:
 def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
     with pytest.raises(AttributeError, match="grad"):
         gradients_of([nn.Parameter(torch.ones(3)), object()], np.zeros(2, np.int64))
+
+
+class Refusing(TorchFunctionMode):
+    """Does not let anybody ask whether a tensor is negated."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.is_neg:
+            raise NotImplementedError("who asks?")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_gradient_of_which_a_mode_hides_how_it_lies_has_no_address() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    with Refusing():
+        _, addresses, *counts = gradients_of([parameter], places_of([parameter])[:, LAYOUT].copy())
+    assert (addresses.tolist(), counts) == ([0], [1, 0])
 
 
 def test_nothing_is_left_of_a_look() -> None:
