@@ -277,6 +277,9 @@ def test_tensors_without_memory_or_storage_are_looked_at_all_the_same() -> None:
         assert not fingerprints.is_hinted(row)
         fingerprints.remember(row)
     assert fingerprints.look() == []
+    closed.add_(1)
+    assert fingerprints.look() == []
+    assert fingerprints.seen_hints(rows(0, 1, 2, 3)) == [2]
     kept, closed.data = closed.data, torch.zeros(1000)  # by its address
     tensors[3].data = torch.zeros(0)  # which has none
     assert fingerprints.look() == [2, 3]
