@@ -291,6 +291,7 @@ def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed
     beyond = table[-1].tobytes()
     with mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_active", isa)
+        patch.setattr(native, "_num_threads", 1)  # fewer than groups
         is_usual, begin = native.is_float_mode_usual(), time.monotonic()
         verdict = native.step(ours.segments, table[:-1], ours.sums, ours.nonfinite, limit)
         elapsed = time.monotonic() - begin
