@@ -46,8 +46,9 @@ static int64_t number_of(PyObject *result)
     return number;
 }
 
-/* Returns whether a tensor has memory, and if so where it begins and a hash of how it lies there. */
-static int see(PyObject *tensor, int64_t *address, int64_t *layout)
+/* Writes where the memory of a tensor begins, and returns a hash of how it lies there; writes nothing, and returns 0,
+ * where it has none. */
+static int64_t see(PyObject *tensor, int64_t *address)
 {
     dl_tensor view;
     if (exchange->view(tensor, &view) != 0) {
@@ -58,17 +59,15 @@ static int see(PyObject *tensor, int64_t *address, int64_t *layout)
     for (int32_t dim = 0; dim < view.ndim; dim++)
         hash = mixed(mixed(hash, (uint64_t)view.shape[dim]), (uint64_t)view.strides[dim]);
     *address = (int64_t)((uintptr_t)view.data + view.byte_offset);
-    *layout = (int64_t)mixed(hash, (uint64_t)view.ndim);
-    return 1;
+    return (int64_t)mixed(hash, (uint64_t)view.ndim);
 }
 
 static void describe(PyObject *tensor, int64_t *place)
 {
-    for (int word = 0; word < WORDS; word++)
-        place[word] = 0;
+    memset(place, 0, WORDS * sizeof *place);
     if (tensor == Py_None)
         return;
-    see(tensor, &place[ADDRESS], &place[LAYOUT]);
+    place[LAYOUT] = see(tensor, &place[ADDRESS]);
     PyObject *storage = PyObject_CallFunctionObjArgs(storage_of, tensor, NULL);
     if (storage) {
         place[STORAGE] = number_of(PyObject_GetAttr(storage, key_name));
@@ -83,13 +82,11 @@ static void describe(PyObject *tensor, int64_t *place)
 static PyObject *use(PyObject *self, PyObject *arguments)
 {
     (void)self;
-    PyObject *capsule;
+    PyObject *capsule, *objects;
     PyObject **const kept[] = {&tensor_type, &storage_of,   &bytes_of,     &is_negative,
                                &key_name,    &version_name, &gradient_name};
     enum { KEPT = sizeof kept / sizeof *kept };
-    PyObject *objects[KEPT];
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOO", &capsule, &objects[0], &objects[1], &objects[2], &objects[3],
-                          &objects[4], &objects[5], &objects[6]))
+    if (!PyArg_ParseTuple(arguments, "OO!", &capsule, &PyTuple_Type, &objects))
         return NULL;
     const dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!found)
@@ -98,19 +95,23 @@ static PyObject *use(PyObject *self, PyObject *arguments)
         PyErr_SetString(PyExc_ValueError, "the exchange API is not that of DLPack 1");
         return NULL;
     }
+    if (PyTuple_Size(objects) != KEPT) {
+        PyErr_SetString(PyExc_ValueError, "a class, three methods and three names are expected");
+        return NULL;
+    }
     exchange = found;
-    for (int i = 0; i < KEPT; i++)
-        *kept[i] = Py_NewRef(objects[i]);
+    for (Py_ssize_t i = 0; i < KEPT; i++)
+        *kept[i] = Py_NewRef(PyTuple_GetItem(objects, i));
     Py_RETURN_NONE;
 }
 
-/* Returns whether arrays have this many numbers for each of `count` tensors. */
-static int have_room(const Py_buffer *first, int words, const Py_buffer *second, Py_ssize_t count)
+/* Returns whether an array has this many numbers. */
+static int has_room(const Py_buffer *array, Py_ssize_t numbers)
 {
-    if (exchange && first->len == count * words * 8 && (!second || second->len == count * 8))
-        return 1;
-    PyErr_SetString(PyExc_ValueError, "the arrays do not have one place for each tensor");
-    return 0;
+    const int has = exchange && array->len == numbers * (Py_ssize_t)sizeof(int64_t);
+    if (!has)
+        PyErr_SetString(PyExc_ValueError, "the arrays do not have one place for each tensor");
+    return has;
 }
 
 static PyObject *look(PyObject *self, PyObject *arguments)
@@ -118,19 +119,13 @@ static PyObject *look(PyObject *self, PyObject *arguments)
     (void)self;
     PyObject *tensors, *result = NULL;
     Py_buffer places;
-    if (!PyArg_ParseTuple(arguments, "O!w*", &PyList_Type, &tensors, &places))
+    if (!PyArg_ParseTuple(arguments, "O!w*", &PyTuple_Type, &tensors, &places))
         return NULL;
-    const Py_ssize_t count = PyList_Size(tensors);
-    if (have_room(&places, WORDS, NULL, count)) {
+    const Py_ssize_t count = PyTuple_Size(tensors);
+    if (has_room(&places, WORDS * count)) {
+        for (Py_ssize_t i = 0; i < count; i++)
+            describe(PyTuple_GetItem(tensors, i), (int64_t *)places.buf + WORDS * i);
         result = Py_NewRef(Py_None);
-        for (Py_ssize_t i = 0; i < count && result; i++) {
-            PyObject *tensor = Py_XNewRef(PyList_GetItem(tensors, i));
-            if (tensor)
-                describe(tensor, (int64_t *)places.buf + WORDS * i);
-            else /* a tensor's own methods have shortened the list meanwhile */
-                Py_CLEAR(result);
-            Py_XDECREF(tensor);
-        }
     }
     PyBuffer_Release(&places);
     return result;
@@ -139,41 +134,35 @@ static PyObject *look(PyObject *self, PyObject *arguments)
 static PyObject *compare(PyObject *self, PyObject *arguments)
 {
     (void)self;
-    PyObject *tensors, *rows = NULL;
-    Py_ssize_t changed = 0;
-    Py_buffer known, versions;
-    if (!PyArg_ParseTuple(arguments, "O!y*w*", &PyList_Type, &tensors, &known, &versions))
+    PyObject *tensors, *result = NULL;
+    Py_ssize_t moved = 0, changed = 0;
+    Py_buffer known, versions, rows;
+    if (!PyArg_ParseTuple(arguments, "O!y*w*w*", &PyTuple_Type, &tensors, &known, &versions, &rows))
         return NULL;
-    const Py_ssize_t count = PyList_Size(tensors);
-    if (have_room(&known, WORDS, &versions, count))
-        rows = PyList_New(0);
-    for (Py_ssize_t i = 0; i < count && rows; i++) {
-        const int64_t *before = (const int64_t *)known.buf + WORDS * i;
-        int64_t place[WORDS];
-        PyObject *tensor = Py_XNewRef(PyList_GetItem(tensors, i)), *row = NULL;
-        if (!tensor) {
-            Py_CLEAR(rows);
-            break;
+    const Py_ssize_t count = PyTuple_Size(tensors);
+    if (has_room(&known, WORDS * count) && has_room(&versions, count) && has_room(&rows, count)) {
+        for (Py_ssize_t i = 0; i < count; i++) {
+            const int64_t *before = (const int64_t *)known.buf + WORDS * i;
+            int64_t place[WORDS];
+            describe(PyTuple_GetItem(tensors, i), place);
+            ((int64_t *)versions.buf)[i] = place[VERSION];
+            changed += place[VERSION] != before[VERSION];
+            if (memcmp(place, before, VERSION * sizeof *place) != 0)
+                ((int64_t *)rows.buf)[moved++] = i;
         }
-        describe(tensor, place);
-        Py_DECREF(tensor);
-        ((int64_t *)versions.buf)[i] = place[VERSION];
-        changed += place[VERSION] != before[VERSION];
-        if (memcmp(place, before, VERSION * sizeof *place) != 0 &&
-            (!(row = PyLong_FromSsize_t(i)) || PyList_Append(rows, row) != 0))
-            Py_CLEAR(rows);
-        Py_XDECREF(row);
+        result = Py_BuildValue("nn", moved, changed);
     }
+    PyBuffer_Release(&rows);
     PyBuffer_Release(&versions);
     PyBuffer_Release(&known);
-    return rows ? Py_BuildValue("Nn", rows, changed) : NULL;
+    return result;
 }
 
 /* Returns where a gradient lies, if it is an ordinary tensor in this layout, whose elements are as they lie there. */
 static int64_t address_of(PyObject *gradient, int64_t expected)
 {
-    int64_t address = 0, layout = 0;
-    if ((PyObject *)Py_TYPE(gradient) != tensor_type || !see(gradient, &address, &layout) || layout != expected)
+    int64_t address = 0;
+    if ((PyObject *)Py_TYPE(gradient) != tensor_type || see(gradient, &address) != expected)
         return 0;
     PyObject *negative = PyObject_CallFunctionObjArgs(is_negative, gradient, NULL);
     const int is_plain = negative == Py_False;
@@ -187,16 +176,14 @@ static PyObject *gradients(PyObject *self, PyObject *arguments)
     (void)self;
     PyObject *parameters;
     Py_buffer layouts, addresses;
-    if (!PyArg_ParseTuple(arguments, "O!y*w*", &PyList_Type, &parameters, &layouts, &addresses))
+    if (!PyArg_ParseTuple(arguments, "O!y*w*", &PyTuple_Type, &parameters, &layouts, &addresses))
         return NULL;
-    const Py_ssize_t count = PyList_Size(parameters);
-    PyObject *found = have_room(&layouts, 1, &addresses, count) ? PyList_New(count) : NULL;
+    const Py_ssize_t count = PyTuple_Size(parameters);
+    PyObject *found = has_room(&layouts, count) && has_room(&addresses, count) ? PyList_New(count) : NULL;
     Py_ssize_t present = 0, plain = 0;
     for (Py_ssize_t i = 0; i < count && found; i++) {
-        PyObject *parameter = Py_XNewRef(PyList_GetItem(parameters, i));
-        PyObject *gradient = parameter ? PyObject_GetAttr(parameter, gradient_name) : NULL;
+        PyObject *gradient = PyObject_GetAttr(PyTuple_GetItem(parameters, i), gradient_name);
         int64_t *address = (int64_t *)addresses.buf + i;
-        Py_XDECREF(parameter);
         if (!gradient) {
             Py_CLEAR(found);
             break;
@@ -212,16 +199,16 @@ static PyObject *gradients(PyObject *self, PyObject *arguments)
 }
 
 static PyMethodDef functions[] = {
-    {"use", use, METH_VARARGS, "Take the exchange API, torch's classes and methods, and names of attributes."},
-    {"look", look, METH_VARARGS, "Write the places of a list of tensors, or None, into an array of int64."},
+    {"use", use, METH_VARARGS,
+     "Take the exchange API, and a tuple of torch's class and methods, and names of attributes."},
+    {"look", look, METH_VARARGS, "Write the places of a tuple of tensors, or None, into an array of int64."},
     {"compare", compare, METH_VARARGS,
-     "Compare the places of a list of tensors, or None, with those in an array; write their versions into another one, "
-     "and return the positions of those whose memory is another, or is seen in another layout, and how many versions "
-     "are others."},
+     "Compare the places of a tuple of tensors, or None, with those in an array; write their versions into another "
+     "one, and into a third one the positions of those whose memory is another, or is seen in another layout; return "
+     "how many those are, and how many versions are others."},
     {"gradients", gradients, METH_VARARGS,
-     "Return the gradients of a list of parameters, how many are present, and how many lie as an array of layouts "
-     "says; "
-     "write the addresses of those into another one, and 0 for all others."},
+     "Return the gradients of a tuple of parameters, how many are present, and how many lie as an array of layouts "
+     "says; write the addresses of those into another one, and 0 for all others."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -236,9 +236,8 @@ int superadam_step(int isa, superadam_segment *segments, int64_t segment_count, 
     const uint64_t saved = float_control_enter();
     const double norm = sqrt(superadam_sum(sums, chunk_count)), factor = max_norm / (norm + 1e-6);
     *verdict = (superadam_verdict){.norm = norm, .clip = factor < 1 ? (float)factor : 1};
-    if (norm - norm != 0) /* else all elements are finite */
-        for (int64_t i = 0; i < chunk_count; i++)
-            verdict->nonfinite += nonfinite[i];
+    for (int64_t i = 0; i < chunk_count; i++)
+        verdict->nonfinite += nonfinite[i];
     float_control_leave(saved);
     verdict->seconds = seconds_now() - begin;
     if (verdict->nonfinite)

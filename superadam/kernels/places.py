@@ -52,13 +52,14 @@ def _look_in_python(tensors: Sequence[Tensor | None], places: Places) -> None:
 
 
 def _compare_in_python(
-    tensors: Sequence[Tensor | None], known: Places, versions: npt.NDArray[np.int64]
-) -> tuple[list[int], int]:
+    tensors: Sequence[Tensor | None], known: Places, versions: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> tuple[int, int]:
     places = np.empty_like(known)
     _look_in_python(tensors, places)
     versions[:] = places[:, VERSION]
-    rows = np.flatnonzero((places[:, :VERSION] != known[:, :VERSION]).any(axis=1)).tolist()
-    return rows, int(np.count_nonzero(versions != known[:, VERSION]))
+    moved = np.flatnonzero((places[:, :VERSION] != known[:, :VERSION]).any(axis=1))
+    rows[: len(moved)] = moved
+    return len(moved), int(np.count_nonzero(versions != known[:, VERSION]))
 
 
 def _gradients_in_python(
@@ -74,29 +75,27 @@ _compare = getattr(torch_private.looks, "compare", _compare_in_python)
 _gradients = getattr(torch_private.looks, "gradients", _gradients_in_python)
 
 
-def places_of(tensors: list[Tensor] | list[Tensor | None]) -> Places:
+def places_of(tensors: Sequence[Tensor | None]) -> Places:
     """Return where these tensors lie now; None lies nowhere."""
     places = np.empty((len(tensors), len(_NOTHING)), np.int64)
-    _look(tensors, places)
+    _look(tuple(tensors), places)
     return places
 
 
-def compare(
-    tensors: list[Tensor] | list[Tensor | None], before: Places
-) -> tuple[list[int], npt.NDArray[np.int64], int]:
+def compare(tensors: Sequence[Tensor | None], before: Places) -> tuple[list[int], npt.NDArray[np.int64], int]:
     """Return which tensors have other memory or another layout; the versions of all; and how many of those are new."""
-    versions = np.empty(len(tensors), np.int64)
-    moved, changed = _compare(tensors, before, versions)
-    return moved, versions, changed
+    versions, rows = np.empty(len(tensors), np.int64), np.empty(len(tensors), np.int64)
+    moved, changed = _compare(tuple(tensors), before, versions, rows)
+    return rows[:moved].tolist() if moved else [], versions, changed
 
 
 def gradients_of(
-    parameters: list[Tensor], layouts: npt.NDArray[np.int64]
+    parameters: Sequence[Tensor], layouts: npt.NDArray[np.int64]
 ) -> tuple[list[Any], npt.NDArray[np.uint64], int, int]:
     """Return `.grad` of all parameters, addresses, how many gradients there are, and how many have an address.
 
     Those are tensors of torch's own class that lie in memory as a `LAYOUT` says; the address of all others is 0.
     """
     addresses = np.empty(len(parameters), np.uint64)
-    gradients, present, plain = _gradients(parameters, layouts, addresses)
+    gradients, present, plain = _gradients(tuple(parameters), layouts, addresses)
     return gradients, addresses, present, plain

@@ -103,7 +103,7 @@ def _found_looks() -> ModuleType | None:
         return None
     methods = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
     try:
-        _places.use(exchange, Tensor, *methods, "_cdata", "_version", "grad")
+        _places.use(exchange, (Tensor, *methods, "_cdata", "_version", "grad"))
     except ValueError:  # of another version of DLPack
         return None
     return _places

@@ -38,7 +38,7 @@ class Fingerprints:
     """
 
     def __init__(self, parameters: Sequence[Tensor], wholes: Sequence[Tensor] | None = None) -> None:
-        self._parameters = list(parameters)
+        self._parameters = tuple(parameters)
         self._wholes = wholes
         self._known = places_of(self._parameters)
         # By column, because numpy's index of two dimensions fails without an error where memory has run out.

@@ -7,14 +7,17 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import formula
+from support.float_modes import flushed_denormals, rounded_upward
 from support.kernel_arrays import READS_STATE, Job, coefficient_table, make_segment
 
 import superadam
@@ -252,8 +255,11 @@ class Update:
         self.arrays = {name: rng.normal(size=sum(lengths)).astype(np.float32) for name in ("gradient", "master")}
         self.arrays |= {name: np.abs(rng.normal(size=sum(lengths))).astype(np.float32) for name in MOMENTS}
         self.arrays["gradient"][: len(bad)] = bad
-        self.sums, self.nonfinite = np.zeros(sum(chunks)), np.zeros(sum(chunks), np.int64)
-        self.segments = np.zeros(len(lengths), native.SEGMENT)
+        self.sums, self.nonfinite = np.zeros(sum(chunks)), np.full(sum(chunks) + 1, BEYOND)[:-1]
+        self.table = np.full((len(lengths) + 1) * native.SEGMENT.itemsize, BEYOND, np.uint8).view(native.SEGMENT)
+        self.segments = self.table[:-1]
+        self.segments[:], self.nonfinite[:] = np.zeros((), native.SEGMENT), 0
+        self.segments["coefficients"] = np.arange(len(lengths)) % 2
         self.segments["length"], self.segments["gradient_dtype"] = lengths, Dtype.FLOAT32
         for name, array in self.arrays.items():
             self.segments[name] = array.ctypes.data + 4 * np.cumsum([0, *lengths[:-1]])
@@ -262,6 +268,8 @@ class Update:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+BEYOND = 77  # stands after the last row of a table, which is neither read nor written
+GROUPS = (HYPER, replace(HYPER, lr=1e-2))
 
 
 @given(
@@ -269,22 +277,38 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     limit=st.sampled_from([math.inf, 0.0, 1e-3, 1.0, 1e3]),
     bad=st.lists(st.sampled_from([math.inf, -math.inf, math.nan, 3e38]), max_size=1),
     seed=st.integers(0, 2**32 - 1),
+    mode=st.sampled_from([nullcontext, flushed_denormals, rounded_upward]),
+    isa=st.sampled_from(superadam.available_isas()),
 )
-def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed):
+@example(lengths=[5000, 9000], limit=0.0, bad=[], seed=0, mode=nullcontext, isa="scalar")
+@example(lengths=[5000, 9000], limit=math.inf, bad=[math.nan], seed=0, mode=nullcontext, isa="scalar")
+@example(lengths=[5000, 9000], limit=1.0, bad=[], seed=0, mode=rounded_upward, isa="scalar")
+@example(lengths=[5000, 9000], limit=150.0, bad=[], seed=0, mode=nullcontext, isa="scalar")  # a little above the norm
+def test_a_step_in_one_call_has_the_bits_of_its_passes(lengths, limit, bad, seed, mode, isa):
+    """Whatever the floating-point mode, which it leaves as it was."""
     ours, expected = Update(lengths, seed, bad), Update(lengths, seed, bad)
-    verdict = native.step(
-        ours.segments, coefficient_table([Coefficients.at_step(HYPER, 3)]), ours.sums, ours.nonfinite, limit
-    )
+    table = coefficient_table([Coefficients.at_step(hyper, 3) for hyper in (*GROUPS, HYPER)])
+    beyond = table[-1].tobytes()
+    with mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_active", isa)
+        patch.setattr(native, "_num_threads", 1)  # fewer than groups
+        is_usual, begin = native.is_float_mode_usual(), time.monotonic()
+        verdict = native.step(ours.segments, table[:-1], ours.sums, ours.nonfinite, limit)
+        elapsed = time.monotonic() - begin
+        assert native.is_float_mode_usual() is is_usual
     native.run(Pass.NORM, expected.segments)
     outcome = judge(GradientNorm(expected.sums, expected.nonfinite), limit)
     if outcome.kind is not StepKind.SKIPPED:
+        assert not ours.segments["sums"].any()  # nor does the update take the norm again
         expected.segments["sums"] = expected.segments["nonfinite"] = 0
-        table = coefficient_table([Coefficients.at_step(HYPER, 3, outcome.clip_coefficient)])
-        native.run(Pass.UPDATE, expected.segments, table)
+        scaled = [Coefficients.at_step(hyper, 3, outcome.clip_coefficient) for hyper in GROUPS]
+        native.run(Pass.UPDATE, expected.segments, coefficient_table(scaled))
     assert np.array_equal(verdict.norm, outcome.grad_norm, equal_nan=True)
     assert verdict.nonfinite == outcome.nonfinite
     assert outcome.kind is StepKind.SKIPPED or verdict.clip == outcome.clip_coefficient
-    assert verdict.seconds >= 0
+    assert 0 < verdict.seconds < elapsed
+    assert table[-1].tobytes() == beyond
+    assert ours.table[-1].tobytes() == bytes([BEYOND]) * native.SEGMENT.itemsize
     for name, array in ours.arrays.items():
         assert array.tobytes() == expected.arrays[name].tobytes()
 
@@ -294,7 +318,7 @@ def test_a_step_that_lacks_an_array_changes_no_state(name):
     job, before = Update([100, 5000], 0, []), Update([100, 5000], 0, [])
     job.segments[name][1] = 0
     with pytest.raises(ValueError, match="lacks an array"):
-        native.step(job.segments, coefficient_table([Coefficients.at_step(HYPER, 3)]), job.sums, job.nonfinite, 1.0)
+        native.step(job.segments, coefficient_table([Coefficients.at_step(HYPER, 3)] * 2), job.sums, job.nonfinite, 1.0)
     assert all(array.tobytes() == before.arrays[name].tobytes() for name, array in job.arrays.items())
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from superadam.kernels import _places, places
 from superadam.kernels.memory import has_memory
@@ -98,9 +99,11 @@ def test_only_an_ordinary_gradient_has_an_address(kind):
     expected = [parameter.grad.data_ptr() for parameter in parameters] if kind == "plain" else None
     assert expected is None or addresses.tolist() == expected
     assert (addresses[1] == 0) == (kind != "plain")
-    found, none, counted, few = places._gradients_in_python(parameters, layouts, addresses), 0, present, 0
-    assert (len(found[0]), found[1:]) == (3, (counted, few))
-    assert addresses.tolist() == [none] * 3
+    unreached = gradients_of(parameters, np.zeros(3, np.int64))  # by kernels, whatever the gradients
+    in_python = places._gradients_in_python(parameters, layouts, addresses)
+    for found, counted, few in ((unreached[0], *unreached[2:]), in_python):
+        assert (len(found), counted, few) == (3, present, 0)
+    assert unreached[1].tolist() == addresses.tolist() == [0] * 3
 
 
 class Holding:
@@ -118,39 +121,51 @@ def test_both_ways_find_the_same():
         *(nn.Parameter(torch.ones(3, 4)), torch.ones(3, 4)[1:], torch.zeros(0), torch.empty(3, device="meta"), None),
         *(torch.ones(3).to_sparse(), torch.ones(4, dtype=torch.float64).t(), uncounted, torch.tensor(1.0)),
     ]
-    found, expected = (np.zeros((len(tensors), 5), np.int64) for _ in range(2))
-    _places.look(tensors, found)
-    places._look_in_python(tensors, expected)
-    assert (
-        found[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist()
-        == expected[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist()
-    )
-    assert ((found[:, LAYOUT] == 0) == (expected[:, LAYOUT] == 0)).all()
+    looks, comparisons = [], []
+    for look, compare_with in (
+        (_places.look, _places.compare),
+        (places._look_in_python, places._compare_in_python),
+    ):
+        known, versions, rows = np.zeros((len(tensors), 5), np.int64), *np.full((2, len(tensors)), -7)
+        look(tuple(tensors), known)
+        looks.append([known[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist(), (known[:, LAYOUT] == 0).tolist()])
+        known[2, BYTES] += 1
+        known[5, VERSION] += 1
+        comparisons.append([*compare_with(tuple(tensors), known, versions, rows), versions.tolist(), rows.tolist()])
+    assert looks[0] == looks[1]
+    assert comparisons[0] == comparisons[1]
+    assert comparisons[0] == [1, 1, [row[3] for row in looks[0][0]], [2, *[-7] * (len(tensors) - 1)]]
+
+
+METHODS = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
+NAMES = (Tensor, *METHODS, "_cdata", "_version", "grad")
 
 
 def test_an_array_of_another_length_is_refused():
-    tensors, few, one, place = [torch.ones(3)], np.zeros(9, np.int64), np.zeros(1, np.int64), np.zeros(5, np.int64)
-    calls = [(_places.look, few), (_places.compare, few, one), (_places.compare, place, few)]
-    for function, *arrays in [*calls, (_places.gradients, few, one), (_places.gradients, one, few)]:
+    tensors, few, one, place = (torch.ones(3),), np.zeros(9, np.int64), np.zeros(1, np.int64), np.zeros(5, np.int64)
+    calls = [(_places.look, few), (_places.compare, few, one, one), (_places.compare, place, few, one)]
+    calls += [(_places.compare, place, one, few), (_places.gradients, few, one), (_places.gradients, one, few)]
+    for function, *arrays in calls:
         with pytest.raises(ValueError, match="one place for each tensor"):
             function(tensors, *arrays)
 
 
 def test_another_version_of_dlpack_is_refused():
     with pytest.raises(ValueError, match="incorrect name"):
-        _places.use(torch._C._to_dlpack(torch.ones(3)), *[None] * 7)
+        _places.use(torch._C._to_dlpack(torch.ones(3)), NAMES)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     for major, view in ((2, 1), (1, 0)):
         api = (ctypes.c_uint64 * 8)(major, 0, 0, 0, 0, view)
         capsule = new(ctypes.addressof(api), b"dlpack_exchange_api", None)
         with pytest.raises(ValueError, match="not that of DLPack 1"):
-            _places.use(capsule, *[None] * 7)
+            _places.use(capsule, NAMES)
+    with pytest.raises(ValueError, match="three names"):
+        _places.use(Tensor.__dlpack_c_exchange_api__, NAMES[:-1])
 
 
 def test_what_torch_calls_itself_is_taken_again() -> None:
-    names = Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg, "_cdata", "_version", "grad"
-    assert _places.use(Tensor.__dlpack_c_exchange_api__, Tensor, *names) is None
+    assert _places.use(Tensor.__dlpack_c_exchange_api__, NAMES) is None
     test_both_ways_find_the_same()
 
 
@@ -165,14 +180,14 @@ class Shortening(Tensor):
         return 0
 
 
-def test_a_list_that_is_shortened_meanwhile_is_told() -> None:
+def test_a_list_that_is_shortened_meanwhile_is_looked_at_whole() -> None:
     first = torch.ones(3).as_subclass(Shortening)
     tensors = first.tensors = [first, torch.ones(3)]
-    with pytest.raises(IndexError):
-        _places.look(tensors, np.zeros(10, np.int64))
+    places = places_of(tensors)
+    assert (tensors, places[1, BYTES]) == ([], 12)
     tensors += [first, torch.ones(3)]
-    with pytest.raises(IndexError):
-        _places.compare(tensors, np.zeros(10, np.int64), np.zeros(2, np.int64))
+    assert compare(tensors, places)[0] == [1]
+    assert tensors == []
 
 
 def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
@@ -180,18 +195,36 @@ def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
         gradients_of([nn.Parameter(torch.ones(3)), object()], np.zeros(2, np.int64))
 
 
+class Refusing(TorchFunctionMode):
+    """Does not let anybody ask whether a tensor is negated."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.is_neg:
+            raise NotImplementedError("who asks?")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_gradient_of_which_a_mode_hides_how_it_lies_has_no_address() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    with Refusing():
+        _, addresses, *counts = gradients_of([parameter], places_of([parameter])[:, LAYOUT].copy())
+    assert (addresses.tolist(), counts) == ([0], [1, 0])
+
+
 def test_nothing_is_left_of_a_look() -> None:
     """Neither a reference to what was looked at, nor to the numbers that it found, nor to the arrays."""
-    tensors, memory, numbers = [nn.Parameter(torch.ones(3)) for _ in range(300)], bytearray(12000), bytearray(2400)
+    tensors = tuple(nn.Parameter(torch.ones(3)) for _ in range(300))
+    memory, numbers, layouts = bytearray(12000), bytearray(2400), bytearray(places_of(tensors)[:, LAYOUT].tobytes())
     for tensor in tensors:
         tensor.grad = torch.ones(3)
 
     def look() -> None:
         _places.look(tensors, memory)
-        _places.compare(tensors, memory, numbers)
-        _places.gradients(tensors, numbers, numbers)
+        _places.compare(tensors, memory, numbers, numbers)
+        assert _places.gradients(tensors, layouts, numbers)[1:] == (300, 300)
         memory[:] = bytes(12000)  # other places than those of the tensors
-        _places.compare(tensors, memory, numbers)
+        _places.compare(tensors, memory, numbers, numbers)
 
     look()
     counts = [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)]
@@ -207,8 +240,8 @@ def test_nothing_is_left_of_a_look() -> None:
     assert after - before < 2000
     assert [sys.getrefcount(one) for tensor in tensors for one in (tensor, tensor.grad)] == counts
     assert sys.getrefcount(False) < falses + 100
-    memory.append(0)  # which an array that refers to it would refuse
-    numbers.append(0)
+    for array in (memory, numbers, layouts):
+        array.append(0)  # which an array that refers to it would refuse
 
 
 @pytest.mark.parametrize(

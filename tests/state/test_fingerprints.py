@@ -104,10 +104,14 @@ def test_memory_that_is_gone_is_known() -> None:
     assert fingerprints.had_memory(every).tolist() == [True] * 4
 
 
-def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_writes_to_a_part_and_to_its_whole_both_count(is_new: bool) -> None:
     (parts, _), (wholes, _) = make(2), make(2)
+    for tensor in () if is_new else (parts[0], wholes[1]):
+        tensor.add_(1)
     fingerprints = Fingerprints(parts, wholes)
-    for written in ([parts[0]], [wholes[0]], [parts[0], wholes[0]]):
+    assert fingerprints.hints() == []
+    for written in ([wholes[0]], [parts[0]], [parts[0], wholes[0]]):
         for tensor in written:
             tensor.add_(1)
         assert fingerprints.hints() == [0]
@@ -119,6 +123,21 @@ def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
         assert fingerprints.hints() == []
         fingerprints.look()
         assert fingerprints.seen_hints(rows(0, 1)) == []
+
+
+def test_our_own_write_counts_in_a_part_and_in_its_whole() -> None:
+    """Of either, autograd then refuses what it has saved; an ordinary parameter is both, and counts once."""
+    (parts, _), (wholes, _) = make(), make()
+    wholes[3] = parts[3]
+    fingerprints = Fingerprints(parts, wholes)
+    parts[2].add_(1)
+    before = [tensor._version for tensor in (*parts, *wholes)]
+    fingerprints.prepared_bump(rows(3, 0))()
+    assert [tensor._version - version for tensor, version in zip((*parts, *wholes), before, strict=True)] == [
+        *(1, 0, 0, 1),
+        *(1, 0, 0, 1),
+    ]
+    assert fingerprints.hints() == [2]
 
 
 def cloned(layer: nn.Linear) -> None:
@@ -259,6 +278,9 @@ def test_tensors_without_memory_or_storage_are_looked_at_all_the_same() -> None:
         assert fingerprints.are_hinted([row]) == [False]
         fingerprints.remember(row)
     assert fingerprints.look() == []
+    closed.add_(1)
+    assert fingerprints.look() == []
+    assert fingerprints.seen_hints(rows(0, 1, 2, 3)) == [2]
     kept, closed.data = closed.data, torch.zeros(1000)  # by its address
     tensors[3].data = torch.zeros(0)  # which has none
     assert fingerprints.look() == [2, 3]

@@ -10,6 +10,7 @@ from support.visible import parameter, train
 
 from superadam import SpeculativeCPUAdam
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
+from superadam.kernels.places import gradients_of
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable, ParameterTable
@@ -59,3 +60,12 @@ def test_memory_that_has_moved_is_used_no_longer(name: str) -> None:
     state.put({name: getattr(state, name)})
     assert table.moved_arrays(table.all_rows) == {}
     assert table.job(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [before.data_ptr()]
+
+
+def test_gradients_of_consecutive_parameters_are_read_where_they_lie() -> None:
+    parameters = [torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bfloat16), torch.zeros(4, 2).t()]
+    table = ParameterTable([ParameterState(one, row, f"p{row}") for row, one in enumerate(parameters)], NewValues())
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    addresses = gradients_of(table.parameters, table.plain_layouts)[1].tolist()
+    assert addresses == [*(one.grad.data_ptr() for one in parameters[:2]), 0]
