@@ -338,7 +338,7 @@ class Transaction:
             # Scaling a norm rounds differently from scaling its gradients, but for powers of two.
             products = _Products()
             for contribution in contributions:
-                if contribution.scale.factor != 1.0 and math.frexp(contribution.scale.factor)[0] != 0.5:
+                if math.frexp(contribution.scale.factor)[0] != 0.5:
                     contribution.apply_factors(products)
         uncounted = [contribution for contribution in contributions if contribution.pending is None]
         if uncounted:
