@@ -250,7 +250,7 @@ class Binding(GradientHolder):
         """
         with self.lock:
             self._catch_up()
-            if self.has_state and not self._is_shown(groups):
+            if self.has_state:
                 try:
                     transaction = self.bound(groups)
                 except (TypeError, ValueError):
@@ -259,17 +259,6 @@ class Binding(GradientHolder):
                     transaction.adopt_outside_writes()
                 self._refresh_entries()
             return self.published.entries
-
-    def _is_shown(self, groups: Groups) -> bool:
-        """Whether the published state has all that there is to show, so that its edits can wait to be read.
-
-        Programs ask for it once for each parameter. What was decoded for them is let go of each time, though.
-        """
-        table = None if self._transaction is None else self._transaction.table
-        if table is None or table.is_encoded or not table.is_all_published:
-            return False
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        return _are_same(table, parameters) and not table.fingerprints.seen_hints(table.all_rows)
 
     @untracked
     def attach(self, overlap: Overlap, groups: Groups) -> None:

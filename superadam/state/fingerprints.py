@@ -41,7 +41,7 @@ class Fingerprints:
         self._parameters = tuple(parameters)
         self._wholes = wholes
         self._known = places_of(self._parameters)
-        # By column, because numpy's index of two dimensions fails without an error where memory has run out.
+        # By column, or taken: numpy's index of two dimensions fails without an error where memory has run out.
         self._known_addresses, self._known_versions = self._known[:, ADDRESS], self._known[:, VERSION]
         if self._wholes is not None:
             self._known_versions += _versions(self._wholes)
@@ -98,7 +98,7 @@ class Fingerprints:
 
     def are_hinted(self, rows: Sequence[int]) -> list[bool]:
         """Return of each of these rows whether version, memory or layout hint at an outside write."""
-        found: list[bool] = (self._places(rows) != self._known[list(rows)]).any(axis=1).tolist()
+        found: list[bool] = (self._places(rows) != self._known.take(rows, axis=0)).any(axis=1).tolist()
         return found
 
     def _places(self, rows: Sequence[int]) -> Places:

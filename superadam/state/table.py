@@ -87,7 +87,7 @@ class ParameterTable:
     Attributes:
         states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
         is_distributed: whether any of them is a DTensor.
-        is_cut, is_encoded: whether any of them is cut, or has a state of which anything is encoded.
+        is_cut: whether any of them is cut.
         pieces, owners: of each row, the piece, and the row of its parameter.
         steps: accepted steps of each parameter.
         is_staged: whether kernels on the CPU can neither read nor write the row's elements of the parameter.
@@ -106,7 +106,6 @@ class ParameterTable:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
         self.is_distributed = any(state.is_distributed for state in self.states)
-        self.is_encoded = any(state.encodings for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
         parts = [state.local for state in self.states]
@@ -177,11 +176,6 @@ class ParameterTable:
     def has_state(self) -> bool:
         """Whether any parameter has one."""
         return bool(np.count_nonzero(self._rows["exp_avg"]))
-
-    @property
-    def is_all_published(self) -> bool:
-        """Whether users see all that there is, and all of it is on the host."""
-        return self._resident is None and bool(self.is_published.all())
 
     def create_state(self, state: ParameterState, *, with_max: bool) -> None:
         """Create what a step of a parameter reads and writes, where it lacks any of it."""

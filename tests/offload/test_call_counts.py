@@ -78,28 +78,3 @@ def test_a_gradient_takes_few_calls(dtype: torch.dtype, max_grad_norm: float | N
     assert calls.total() <= most_calls, words
     assert len(calls) <= most_files, words
     sys.stdout.write(words)  # pytest -s shows it
-
-
-def _calls_of_reading_state(count: int) -> int:
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(count)]
-    optimizer = adam(nn.ParameterList(weights))
-    for weight in weights:
-        weight.grad = torch.ones(2)
-    optimizer.step()
-    calls = [0]
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        calls[0] += event == "call"
-
-    sys.setprofile(note)
-    try:
-        for weight in weights:
-            assert optimizer.state[weight]["step"] == 1
-    finally:
-        sys.setprofile(None)
-    return calls[0]
-
-
-def test_reading_the_state_of_one_parameter_after_another_takes_no_time_for_all_the_others() -> None:
-    """A program that logs moments so waited for minutes, with some thousand parameters."""
-    assert _calls_of_reading_state(400) < 8 * _calls_of_reading_state(100)
