@@ -235,7 +235,7 @@ def check_scatter(dtype: torch.dtype, aligned: bool) -> None:
     sources = [buffer.tensor[place : place + length] for place, length in zip(places, lengths, strict=True)]
     gpu.scatter_values(sources, [one.tensor for one in targets])
     assert buffer.is_unchanged()
-    for length in range(4097, 4105):  # behind these nothing may be read
+    for length in (*range(4097, 4105), *range(100, 4096, 128)):  # behind these nothing may be read
         alone = Placed(values[:length], dtype, starts[-1]), Placed(np.zeros(length, kind), dtype, starts[0])
         gpu.scatter_values([alone[0].tensor], [alone[1].tensor])
         assert alone[1].read().tobytes() == values[:length].tobytes()
@@ -389,6 +389,8 @@ SURVIVORS = {
     "adam_kernel `vmax = tl.where((vmax < v) | (v != v), v, vmax)` predicates: setp.gt.f32 becomes setp.ge.f32": (
         "where both are equal, either has these bits, as squares have no sign"
     ),
+    "scatter_kernel `if rest >= BLOCK:  # without masks loads can be as wide as the addresses allow` predicates: "
+    "setp.lt.s64 becomes setp.le.s64": "a whole block with masks gets the same values",
     "pack_kernel `for first in range(0, rows, ahead):` predicates: setp.lt.s64 becomes setp.le.s64": (
         "once more round the loop, in which every element is masked"
     ),

@@ -139,4 +139,5 @@ def source_line(place: str) -> str:
     """Return the line of superadam.gpu that an instruction is made from, or of Triton's own functions its file."""
     file, _, number = place.partition(":")
     path = Path(gpu.__file__).parent / file
-    return path.read_text().splitlines()[int(number) - 1].strip() if path.is_file() and number != "0" else file
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return lines[int(number) - 1].strip() if 0 < int(number or 0) <= len(lines) else file
