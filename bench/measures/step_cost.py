@@ -79,7 +79,9 @@ def _threads(count: int) -> str:
 
 
 def _value(value: float | None, scale: float = 1.0) -> str:
-    return UNKNOWN if value is None else f"{scale * value:#.3g}".rstrip(".")
+    if value is None:
+        return UNKNOWN
+    return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:#.3g}".rstrip(".")
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:

@@ -104,7 +104,7 @@ class ParameterTable:
         self, states: Sequence[ParameterState], new_values: NewValues, resident: ResidentStates | None = None
     ) -> None:
         self.states = list(states)
-        self.parameters = [state.parameter for state in self.states]
+        self.parameters = tuple(state.parameter for state in self.states)
         self.is_distributed = any(state.is_distributed for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))

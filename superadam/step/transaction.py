@@ -423,8 +423,8 @@ class Transaction:
 
     def _patch(self, contributions: Sequence[_Contribution]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
-        rows = self.table.rows_of([contribution.piece for contribution in contributions])
-        records = [_pending_of(contribution.piece) for contribution in contributions]
+        pieces = [contribution.piece for contribution in contributions]
+        rows, records = self.table.rows_of(pieces), [*map(_pending_of, pieces)]
         for record in records:
             record.is_stale = True  # until all is done
         try:
@@ -435,7 +435,7 @@ class Transaction:
             return False
         for contribution, record in zip(contributions, records, strict=True):
             record.scale, record.is_stale = contribution.scale, False
-        self.statistics.patched += len({contribution.piece.state for contribution in contributions})
+        self.statistics.patched += len({piece.state for piece in pieces})
         return True
 
     def _publish(self, contributions: Sequence[_Contribution]) -> None:
@@ -457,10 +457,8 @@ class Transaction:
         self._make_ready(states, self.table.rows_of(states), runs)
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
-            pieces, gradients = (
-                [contribution.piece for contribution in resident],
-                [contribution.gradient for contribution in resident],
-            )
+            pieces = [contribution.piece for contribution in resident]
+            gradients = [contribution.gradient for contribution in resident]
             try:  # first: the device works while the host does
                 self.table.step_resident(pieces, gradients, *self._coefficients(resident))
             except Exception as error:

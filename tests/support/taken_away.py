@@ -1,6 +1,7 @@
 """Waits, events and memory kept for streams, found in the sources by their syntax tree, to be taken away one by one."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import importlib
@@ -20,6 +21,9 @@ STATEMENTS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream
 
 WRAPPERS = {"_keep", "_keep_for", "_let_leave", "follow", "keep_published", "settle"}
 """Methods of this package that do nothing else."""
+
+FLAGS = __future__.annotations.compiler_flag
+"""Sources are compiled with the annotations that they have."""
 
 MOST = 100_000
 """How often a program may come by a wait that was taken away."""
@@ -147,7 +151,7 @@ def taken_away(wait: Wait) -> Iterator[Callable[[], int]]:
         return AllEvents() if cuda is None else cuda.Event(blocking=True)
 
     tree = Finder(wait.module, wait.__eq__).visit(ast.parse(inspect.getsource(module)))
-    whole = compile(ast.fix_missing_locations(tree), module.__file__ or "", "exec", dont_inherit=True, flags=_FLAGS)
+    whole = compile(ast.fix_missing_locations(tree), module.__file__ or "", "exec", dont_inherit=True, flags=FLAGS)
     function = _function(module, wait.function)
     (code,) = [one for one in _codes(whole) if one.co_qualname == function.__code__.co_qualname]
     before, function.__code__ = function.__code__, code
@@ -157,6 +161,3 @@ def taken_away(wait: Wait) -> Iterator[Callable[[], int]]:
     finally:
         function.__code__ = before
         del vars(module)["__passed__"]
-
-
-_FLAGS = importlib.import_module("__future__").annotations.compiler_flag
