@@ -76,10 +76,11 @@ _hyperparameters = functools.lru_cache(maxsize=256)(Hyperparameters)
 def number_of(value: object) -> float | None:
     """Return a real number, or that of a one-element tensor, as a float; None for anything else."""
     with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
+        if isinstance(value, Tensor):
+            is_number = value.numel() == 1 and not value.is_complex() and has_memory(value)
+            return float(value.item()) if is_number else None
         if isinstance(value, numbers.Real):
             return float(value)
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and has_memory(value):
-            return float(value.item())
     return None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -198,8 +199,10 @@ class Binding(GradientHolder):
         """Whether no parameter has a state, as before the first step."""
         return not self.published.entries and (self._transaction is None or not self._transaction.table.has_state)
 
-    def bound(self, groups: Groups) -> Transaction:
+    def bound(self, groups: Groups, *, looks: bool = True) -> Transaction:
         """Return the transaction over the groups' present parameters, its rows equal to the published state.
+
+        Unless it `looks` which state programs hold, what they may hold counts as held.
 
         Raises ValueError where parameters share memory, or a published entry cannot be a state.
         """
@@ -215,20 +218,21 @@ class Binding(GradientHolder):
                     warn_of_others(parameters, names)
             return transaction
         if self._transaction.table.is_any_held:
-            self._read(self._transaction)
+            self._read(self._transaction, looks=looks)
         return self._transaction
 
-    def _read(self, transaction: Transaction) -> None:
-        """Bring the rows that programs may have changed up to date with the published state, and see what they hold."""
+    def _read(self, transaction: Transaction, *, looks: bool) -> None:
+        """Bring rows that programs have changed up to date with the published state; find out what they hold if asked."""
         table = transaction.table
-        held = table.held_states()
         with transaction.lock:
-            moved = table.moved_arrays(table.rows_of(held))
-            for state in held:
+            moved = table.moved_arrays(np.flatnonzero(table.is_held))
+            edited = self.published.edited(table, moved)
+            for state in edited:
                 if not state.is_accepted:  # nothing was speculated on: that reads no state that programs may hold
                     self.published.read(state, table, moved.get(state.row, ()))
-            self.published.let_go(table)
-            self.published.look(table)
+            self.published.let_go(edited)
+            if looks:
+                self.published.look(table)
 
     def look(self) -> None:
         """Find out which state programs hold, where they were given any; changes nothing that they can see."""
@@ -252,7 +256,7 @@ class Binding(GradientHolder):
             self._catch_up()
             if self.has_state:
                 try:
-                    transaction = self.bound(groups)
+                    transaction = self.bound(groups, looks=False)  # programs will be given all of it
                 except (TypeError, ValueError):
                     adopts = False
                 if adopts:
@@ -394,7 +398,7 @@ class Binding(GradientHolder):
             self._transaction.table.forget_all_but(states)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
-        self.published.let_go(table)
+        self.published.let_go(table.states)
         self.published.look(table)
         if self.overlap is not None:
             self.overlap._follow(self._transaction)

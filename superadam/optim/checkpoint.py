@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -64,10 +64,16 @@ def read_step(value: object, name: str) -> int:
     return int(number)
 
 
+def counts_in_place(value: object) -> TypeGuard[Tensor]:
+    """Whether a step count can go on counting in place."""
+    if not isinstance(value, Tensor) or value.dtype not in _COUNTING:
+        return False
+    return value.layout is torch.strided and not value.is_inference()
+
+
 def fitted_step(value: object, count: int) -> Tensor:
     """Return `value`, a step count, where it can go on counting in place, else a tensor as torch.optim.Adam has it."""
-    is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_inference()
-    if isinstance(value, Tensor) and is_plain and value.dtype in _COUNTING:
+    if counts_in_place(value):
         return value
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     return torch.tensor(float(count), dtype=dtype, device="cpu")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,14 @@ class PublishedState:
         self._lock = lock
         self.stays_encoded = False
 
+    def edited(self, table: ParameterTable, moved: Collection[int]) -> list[ParameterState]:
+        """Return the states of which entries, among those that may be held, may say other than their rows.
+
+        `moved` are the rows whose arrays have moved.
+        """
+        held = table.held_states()
+        return [state for state in held if state.row in moved or not self._is_as_read(state, table)]
+
     def look(self, table: ParameterTable) -> None:
         """Find out of which rows, among those that may be held, programs hold anything; changes nothing.
 
@@ -52,10 +60,10 @@ class PublishedState:
                 table.is_held[row] = row in moved or not self._is_as_read(state, table) or self._is_held(state)
         table.is_exposed, table.is_any_held = False, bool(table.is_held.any())
 
-    def let_go(self, table: ParameterTable) -> None:
+    def let_go(self, states: Sequence[ParameterState]) -> None:
         """Let go of stand-ins that no program has; what was written to them must have been read."""
         is_dict_held = sys.getrefcount(self.entries) > _ALONE + 1
-        for state in table.held_states():
+        for state in states:
             if state.is_accepted:
                 continue
             for key in self._stand_ins(state):
@@ -92,14 +100,15 @@ class PublishedState:
         entry = self.entries.get(state.parameter)
         if not isinstance(entry, dict) or "step" not in entry:
             return not entry and all(getattr(state, key) is None for key in TENSORS)  # moments may lack a master
-        values = raw(entry)
+        values = entry if type(entry) is dict else raw(entry)
         for key in TENSORS:
             value, had = values.get(key), getattr(state, key)
             if isinstance(value, Encoded):
                 value = value.arrays[0]
-            if shards.local_of(value) is not had:
+            if value is not had and shards.local_of(value) is not had:
                 return False
-        return number_of(values["step"]) == int(table.steps[state.row])
+        step, count = values["step"], int(table.steps[state.row])
+        return checkpoint.counts_in_place(step) and number_of(step) == count
 
     def _stand_ins(self, state: ParameterState) -> list[str]:
         entry = self.entries.get(state.parameter)
@@ -111,7 +120,9 @@ class PublishedState:
 
         `states` are those of rows that may be newer; all by default.
         """
-        for state in table.states if states is None else states:
+        if states is None:
+            states = [table.states[row] for row in np.flatnonzero(~table.is_published).tolist()]
+        for state in states:
             if table.is_published[state.row] or state.is_accepted or not table.is_home(state):
                 continue
             entry = self.entries.get(state.parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +34,22 @@ parallel. Each costs all who train small tensors."""
 STEPS = 12
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[collections.Counter[str]]:
+    """Count the calls of functions of each file of the package, inside and in this thread."""
+    calls: collections.Counter[str] = collections.Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[frame.f_code.co_filename] += 1
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
 def calls_of_steps(
     dtype: torch.dtype, max_grad_norm: float | None, device: Device | None
 ) -> tuple[collections.Counter[str], StepKind]:
@@ -45,23 +61,15 @@ def calls_of_steps(
     model = nn.ParameterList([weight])
     optimizer = adam(model, max_grad_norm=max_grad_norm)
     steps: list[collections.Counter[str]] = []
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            steps[-1][frame.f_code.co_filename] += 1
-
     overlap = contextlib.nullcontext() if device is None else OffloadScheduler(optimizer, model, device=device)
     with overlap as scheduler:
         for _ in range(STEPS):
             optimizer.zero_grad()
             loss = weight.float().square().mean()
-            steps.append(collections.Counter())
-            sys.setprofile(count)
-            try:
+            with counted() as calls:
                 loss.backward()
                 optimizer.step()
-            finally:
-                sys.setprofile(None)
+            steps.append(calls)
         if scheduler is not None:
             assert scheduler.statistics.buckets == (STEPS if device.idle_cores() else 0)
     return min(steps[STEPS // 2 :], key=collections.Counter.total), optimizer.last_outcome.kind
@@ -78,3 +86,23 @@ def test_a_gradient_takes_few_calls(dtype: torch.dtype, max_grad_norm: float | N
     assert calls.total() <= most_calls, words
     assert len(calls) <= most_files, words
     sys.stdout.write(words)  # pytest -s shows it
+
+
+MOST_OF_A_READ = 8
+"""Calls for each tensor where nothing was edited: programs read the state of one parameter after another."""
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_state_that_nobody_edited_is_not_read_again(moments: str) -> None:
+    counts = []
+    for length in (10, 110):
+        weights = nn.ParameterList(torch.ones(2, 256, dtype=torch.bfloat16) for _ in range(length))
+        optimizer = adam(weights, moments=moments)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert optimizer.state
+        with counted() as calls:
+            assert optimizer.state[weights[0]]["step"] == 1
+        counts.append(calls.total())
+    assert counts[1] - counts[0] <= 100 * MOST_OF_A_READ
