@@ -222,7 +222,7 @@ class Binding(GradientHolder):
         return self._transaction
 
     def _read(self, transaction: Transaction, *, looks: bool) -> None:
-        """Bring rows that programs have changed up to date with the published state; find out what they hold if asked."""
+        """Bring rows that programs edited up to date with the published state; find out what they hold if asked to."""
         table = transaction.table
         with transaction.lock:
             moved = table.moved_arrays(np.flatnonzero(table.is_held))
@@ -398,7 +398,6 @@ class Binding(GradientHolder):
             self._transaction.table.forget_all_but(states)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
-        self.published.let_go(table.states)
         self.published.look(table)
         if self.overlap is not None:
             self.overlap._follow(self._transaction)
