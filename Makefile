@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY := passive
 # tests of several ranks, of commands and of threads wait for much of their time.
 IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo wheels test test-quick test-deep test-mutants sanitize docs arm-test torch-test gpu-check gpu-wheels peers lint format clean
+.PHONY: demo wheels test suite test-quick test-deep test-mutants sanitize docs arm-test torch-test gpu-check gpu-wheels peers lint format clean
 
 demo: $(VENV)/installed
 	rm -f demo/training.png demo/report.json  # of the demo before
@@ -31,7 +31,11 @@ demo: $(VENV)/installed
 wheels: $(VENV)/wheel-tools
 	$(BIN)/python tools/wheels.py
 
-test: $(VENV)/test-tools lint docs
+# Linters and documentation run beside the tests, some of which wait for much of their time.
+test: $(VENV)/test-tools $(VENV)/docs-tools
+	$(MAKE) --no-print-directory -j3 lint docs suite
+
+suite: $(VENV)/test-tools
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests
 
 # A part of each folder's tests, and no linters.
