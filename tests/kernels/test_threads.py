@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -46,13 +47,13 @@ def threads_now() -> set[int]:
 
 
 @pytest.mark.parametrize("which", [Pass.UPDATE, Pass.NORM], ids=lambda which: which.name)
-def test_any_number_of_threads_gives_the_same_bits(isa, which):
-    lengths = lengths_for(7)
-    expected = make_job(*lengths, which=which).expected()
-    for threads in (1, 2, 3, 7):
-        job = make_job(*lengths, which=which)
+def test_any_number_of_threads_gives_the_same_bits(which):
+    job = make_job(*lengths_for(7), which=which)
+    expected = job.expected()
+    for isa, threads in itertools.product(native.available_isas(), (1, 2, 3, 7)):
+        job.reset()
         job.run(isa, threads)
-        job.check(expected)
+        job.check(expected, f" with {threads} threads and {isa}")
 
 
 def test_as_many_threads_join_as_a_job_is_long():
@@ -135,18 +136,16 @@ def test_signals_stay_with_the_threads_of_the_program():
     assert exit_code_of_child(work) == 0
 
 
-def test_concurrent_callers_get_right_results(isa):
-    lengths = lengths_for(3)
-    expected = make_job(*lengths).expected()
-
-    def run_one(threads):
-        job = make_job(*lengths)
-        job.run(isa, threads)
-        return job
-
+def test_concurrent_callers_get_right_results():
+    jobs = [make_job(*lengths_for(3)) for _ in range(8)]
+    expected = jobs[0].expected()
     with ThreadPoolExecutor(4) as callers:
-        for job in callers.map(run_one, [1, 2, 3, 3, 2, 1, 3, 3]):
-            job.check(expected)
+        for isa in native.available_isas():
+            for job in jobs:
+                job.reset()
+            list(callers.map(Job.run, jobs, [isa] * 8, [1, 2, 3, 3, 2, 1, 3, 3]))
+            for job in jobs:
+                job.check(expected, f" with {isa}")
 
 
 def test_callers_that_wait_for_their_jobs_at_once_all_wake():

@@ -101,6 +101,9 @@ class Placed:
     def is_unchanged(self) -> bool:
         return np.array_equal(self._buffer, self._before)
 
+    def reset(self) -> None:
+        self._buffer[:] = self._before
+
 
 @dataclass
 class Segment:
@@ -153,13 +156,13 @@ class Segment:
         kept = len(STATE) if Flag.AMSGRAD in k.flags else len(STATE) - 1
         return compact.encode(dict(zip(STATE[:kept], stepped, strict=False)), k.turn, self.format, self.phase)
 
-    def check(self, expected: Mapping[str, Array]) -> None:
+    def check(self, expected: Mapping[str, Array], where: str = "") -> None:
         """Assert that the arrays hold `expected`, and that not one other byte has changed."""
         actual = {name: placed.view.copy() for name, placed in self.arrays.items()}
         for name, placed in self.arrays.items():
-            assert placed.outside_is_unchanged(), f"bytes around {name} were changed"
-            assert name in expected or placed.is_unchanged(), f"{name} was changed"
-        self.compare(actual, {**actual, **expected})
+            assert placed.outside_is_unchanged(), f"bytes around {name} were changed{where}"
+            assert name in expected or placed.is_unchanged(), f"{name} was changed{where}"
+        self.compare(actual, {**actual, **expected}, where)
 
     def compare(self, actual: Mapping[str, Array], wanted: Mapping[str, Array], where: str = "") -> None:
         """Assert that two sets of this segment's arrays are equal; state as values, because a NaN has any payload."""
@@ -192,9 +195,22 @@ class Job:
     def run(self, isa: str, threads: int = 1) -> None:
         native.run(self.which, self.table(), coefficient_table(self.sets), isa=isa, threads=threads)
 
-    def check(self, expected: Sequence[Mapping[str, Array]]) -> None:
+    def check(self, expected: Sequence[Mapping[str, Array]], where: str = "") -> None:
         for segment, wanted in zip(self.segments, expected, strict=True):
-            segment.check(wanted)
+            segment.check(wanted, where)
+
+    def reset(self) -> None:
+        for segment in self.segments:
+            for placed in segment.arrays.values():
+                placed.reset()
+
+    def check_everywhere(self, threads: int = 1) -> None:
+        """Assert that every instruction set makes what the oracle does of the same arrays."""
+        expected = self.expected()
+        for isa in native.available_isas():
+            self.reset()
+            self.run(isa, threads)
+            self.check(expected, f" with {isa}")
 
 
 def make_segment(
