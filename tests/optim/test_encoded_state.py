@@ -395,9 +395,9 @@ def test_parameters_exchange_their_states(of_another_optimizer: bool) -> None:
         one.grad = torch.full_like(one, value)
     old.step()
     states = [old.state.pop(parameter) for parameter in parameters]
-    for parameter, state in zip(parameters, states[::-1], strict=True):
-        new.state[parameter] = state
-        parameter.grad = torch.zeros_like(parameter)
+    for one, state in zip(parameters, states[::-1], strict=True):
+        new.state[one] = state
+        one.grad = torch.zeros_like(one)
     new.step()
     assert [new.state[parameter]["exp_avg"].max().item() for parameter in parameters] == [0.5, 0.25]
 
