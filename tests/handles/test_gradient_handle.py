@@ -486,7 +486,8 @@ def test_any_sequence_is_as_on_an_ordinary_gradient(
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
-    for dtype in DTYPES:
+    others = [torch.float32, torch.float16, torch.float64]
+    for dtype in (torch.bfloat16, others[list(OPERATIONS).index(name) % 3]):
         gradient = run([name], dtype, (5, 7), "other strides", irregular)
         assert taken_of(gradient) is not None or name not in RECORDED.keys() | READ.keys()
     run(["div", name, "norm"], torch.bfloat16, (5, 7), "here", irregular)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.children import without_torch
 from support.machines import GPUS, eight_gpus, machine, ranks
 
 from superadam.host import cores
@@ -148,6 +148,7 @@ def test_fewer_cpus_than_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.integers(1, 12),
     st.frozensets(st.integers(0, 31), min_size=1),
@@ -176,7 +177,7 @@ def test_every_rank_gets_cpus_that_it_may_use(tmp_path_factory, count, allowed, 
 
 
 PROGRAM = """
-import json, sys
+import json
 from superadam.kernels import native
 from superadam.host import cores
 from superadam.host.machine import Host
@@ -192,7 +193,7 @@ def test_two_processes():
     environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            without_torch(PROGRAM),
             env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

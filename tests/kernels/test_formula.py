@@ -146,8 +146,8 @@ def adam_of_the_paper(hyper: Hyperparameters, gradients: list[np.ndarray], p: np
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
-@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.9])
 @given(
+    beta1=st.sampled_from([0.0, 0.3, 0.5, 0.9]),
     amsgrad=st.booleans(),
     maximize=st.booleans(),
     decoupled=st.booleans(),

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from support.kernel_arrays import Job, Placed, Segment, differing, make_segment, widen
 from support.strategies import Magnitudes, hyperparameters, random_array
 
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Flag, Pass
 
@@ -96,6 +97,7 @@ def has_scalars_of_torch_fused(hyper: Hyperparameters, dtype: Dtype) -> bool:
 
 
 DRAWN = given(
+    isa=st.sampled_from(native.available_isas()),
     hyper=hyperparameters(largest=1e6),  # torch's default raises where a scalar overflows fp32
     length=st.integers(0, 40).map(lambda blocks: 64 * blocks),
     kind=st.sampled_from([Magnitudes.ORDINARY, Magnitudes.TINY, Magnitudes.HUGE, Magnitudes.WIDE]),
@@ -106,7 +108,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
 
     @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT64], ids=lambda dtype: dtype.name)
     @DRAWN
-    def test_bits_of_torch_fused(isa, dtype, hyper, length, kind, seed):
+    def test_bits_of_torch_fused(dtype, isa, hyper, length, kind, seed):
         assume(has_scalars_of_torch_fused(hyper, dtype))
         segment, gradients = make_states(length, kind, seed, dtype)
         reference = TorchAdam(hyper, segment.arrays["master"].view, fused=True)
@@ -119,7 +121,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT64], ids=lambda dtype: dtype.name)
 @DRAWN
-def test_moments_of_torch_default(isa, dtype, hyper, length, kind, seed):
+def test_moments_of_torch_default(dtype, isa, hyper, length, kind, seed):
     """Its square root is not correctly rounded, so p may differ in a last bit, which L2 would carry into m and v."""
     segment, gradients = make_states(length, kind, seed, dtype)
     reference = TorchAdam(hyper, segment.arrays["master"].view, foreach=False)
@@ -160,15 +162,6 @@ def test_widening_of_all_patterns(isa, dtype):
         assert differing(segment.arrays["exp_avg"].view, np.float32(0.25) * theirs + np.float32(0)) == 0
 
 
-def check_narrowing(values: np.ndarray, dtype: Dtype, isa: str) -> None:
-    segment = make_segment(0, len(values), Dtype.FLOAT32, dtype)
-    segment.arrays["master"].view[:] = values
-    segment.arrays["gradient"].view[:] = 0
-    run_from_zero_moments(Pass.SPECULATE, segment, isa)  # p + -0, which is p
-    theirs = torch.from_numpy(values.copy()).to(HALVES[dtype]).view(torch.uint16).numpy()
-    assert differing(widen(segment.arrays["out"].view.copy(), dtype), widen(theirs, dtype)) == 0
-
-
 @EACH_HALF
 def test_narrowing_at_every_boundary(isa, dtype):
     """Each value of the half type, each tie between neighbours, what lies next to both, and NaNs full of ones."""
@@ -181,10 +174,10 @@ def test_narrowing_at_every_boundary(isa, dtype):
     points = np.concatenate([values, ties, overflow, -overflow, full])
     with np.errstate(all="ignore"):
         around = [points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(-np.inf))]
-    check_narrowing(np.concatenate(around), dtype, isa)
-
-
-@EACH_HALF
-@given(seed=st.integers(0, 2**32 - 1))
-def test_narrowing_of_any_bits(isa, dtype, seed):
-    check_narrowing(random_array(np.random.default_rng(seed), 4096, Magnitudes.BITS, np.float32), dtype, isa)
+    values = np.concatenate(around)
+    segment = make_segment(0, len(values), Dtype.FLOAT32, dtype)
+    segment.arrays["master"].view[:] = values
+    segment.arrays["gradient"].view[:] = 0
+    run_from_zero_moments(Pass.SPECULATE, segment, isa)  # p + -0, which is p
+    theirs = torch.from_numpy(values).to(HALVES[dtype]).view(torch.uint16).numpy()
+    assert differing(widen(segment.arrays["out"].view.copy(), dtype), widen(theirs, dtype)) == 0

@@ -338,10 +338,10 @@ def test_foreign_parameter_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_tiny_parameters() -> None:
-    """3000 parameters of one element make the steps of one parameter of 3000."""
-    whole = SpeculativeCPUAdamW([parameter(3000)])
-    pieces = SpeculativeCPUAdamW([torch.nn.Parameter(piece) for piece in parameter(3000).detach().clone().split(1)])
+def test_more_than_a_thousand_tiny_parameters() -> None:
+    """3000 parameters of one element make the steps of one parameter of 1500."""
+    whole = SpeculativeCPUAdamW([parameter(1500)])
+    pieces = SpeculativeCPUAdamW([torch.nn.Parameter(piece) for piece in parameter(1500).detach().clone().split(1)])
     for seed in range(2):
         give_gradients(whole, seed)
         for one, piece in zip(parameters_of(pieces), parameters_of(whole)[0].grad.split(1), strict=True):

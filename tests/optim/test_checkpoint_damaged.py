@@ -300,7 +300,7 @@ def check_refusal(error: ValueError) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5 * settings().max_examples)
+@settings(max_examples=3 * settings().max_examples)
 @given(
     cls=st.sampled_from(sorted(PAIRS, key=str)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -569,7 +569,7 @@ def step_others(pair: Pair, seed: int) -> None:
 ITERATIONS = 4 * ["train"] + 2 * ["gradients", "speculate", "step"]
 
 
-@settings(max_examples=5 * settings().max_examples)
+@settings(max_examples=3 * settings().max_examples)
 @given(
     dtype=st.sampled_from([torch.bfloat16, torch.bfloat16, torch.float32, torch.float16, torch.float64]),
     program=st.lists(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.overlap import ImmediateDevice, ThreadDevice, everything
 from support.visible import give_gradients, parameter, parameters_of, state_bits, train
@@ -119,6 +119,7 @@ def in_memory_order(values: Tensor) -> Tensor:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_a_write_to_a_sampled_element_of_any_working_copy_is_found(
     dtype: torch.dtype, layout: str, data: st.DataObject
@@ -169,6 +170,7 @@ DEVICES: dict[str, Callable[[], Device] | None] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("where", [*DEVICES, "kept", "some kept"])
 def test_nothing_is_found_where_nobody_wrote(dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
