@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import platform
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.float_modes import flushed_denormals, rounded_upward
 from support.kernel_arrays import Job, jobs, make_segment
-from support.strategies import Magnitudes, hyperparameters, scales
+from support.strategies import USUAL, Magnitudes, hyperparameters, scales
 
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 
 _libm = ctypes.CDLL("libm.so.6")
@@ -59,7 +60,7 @@ def test_bits_do_not_depend_on_the_callers_setting(data):
 
 def test_bits_do_not_depend_on_the_setting_with_several_threads():
     """The pool's threads inherit the setting of the thread that started them, or were started before it was made."""
-    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-40, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=False)
+    hyper = replace(USUAL, eps=1e-40, amsgrad=True, decoupled_weight_decay=False)
     sets = [Coefficients.at_step(hyper, 3)]
     length = 3 * 16 * native.CHUNK + 5  # enough for three threads
     segment = make_segment(1, length, Dtype.FLOAT32, Dtype.FLOAT16, kinds=LOST_WHEN_FLUSHED, norm=True)

@@ -14,12 +14,13 @@ from support import compact, formula
 from support.intervals import HALVES, Case, at_factor, beside_midpoints, cases, decayed, elements, factors
 from support.kernel_arrays import FORMATS, Job, coefficient_table, differing, make_segment, narrow, widen
 from support.listing import LISTED, Listing
+from support.strategies import USUAL
 
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval
+from superadam.kernels.hyperparameters import Coefficients, Interval
 from superadam.kernels.native import Dtype, Flag, Format, Pass
 
-ORDINARY = Hyperparameters(1e-5, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
+ORDINARY = dataclasses.replace(USUAL, lr=1e-5)
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.name)
 
 

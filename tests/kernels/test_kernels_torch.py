@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.kernel_arrays import Job, Placed, Segment, differing, make_segment, widen
+from support.kernel_arrays import Job, Placed, Segment, differing, make_segment, narrow, widen
 from support.strategies import Magnitudes, hyperparameters, random_array
 
 from superadam.kernels import native
@@ -153,6 +153,7 @@ def run_from_zero_moments(which: Pass, segment: Segment, isa: str, **scalars: fl
 def test_widening_of_all_patterns(isa, dtype):
     patterns = np.arange(1 << 16, dtype=np.uint16)
     theirs = torch.from_numpy(patterns.copy()).view(HALVES[dtype]).float().numpy()
+    assert differing(widen(patterns, dtype), theirs) == 0  # the oracle's
     segment = make_segment(0, len(patterns), dtype)
     segment.arrays["gradient"].view[:] = patterns
     run_from_zero_moments(Pass.COMMIT, segment, isa, w=1.0)  # m = fma(0, g, g), which is g, but NaN where g is Inf
@@ -180,4 +181,5 @@ def test_narrowing_at_every_boundary(isa, dtype):
     segment.arrays["gradient"].view[:] = 0
     run_from_zero_moments(Pass.SPECULATE, segment, isa)  # p + -0, which is p
     theirs = torch.from_numpy(values).to(HALVES[dtype]).view(torch.uint16).numpy()
-    assert differing(widen(segment.arrays["out"].view.copy(), dtype), widen(theirs, dtype)) == 0
+    for ours in (segment.arrays["out"].view, narrow(values, dtype)):  # the latter is the oracle's
+        assert differing(widen(ours.copy(), dtype), widen(theirs, dtype)) == 0

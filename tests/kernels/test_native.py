@@ -19,16 +19,17 @@ from support import formula
 from support.children import without_torch
 from support.float_modes import flushed_denormals, rounded_upward
 from support.kernel_arrays import READS_STATE, Job, coefficient_table, make_segment
+from support.strategies import USUAL
 
 import superadam
 from superadam._kernels import ffi, lib
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 from superadam.state.norm import GradientNorm
 from superadam.step.outcome import StepKind, judge
 
-HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
+HYPER = replace(USUAL, amsgrad=True)
 USED = {  # arrays that each pass must have
     Pass.NORM: {"gradient", "sums", "nonfinite"},
     Pass.SPECULATE: {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"},
@@ -200,13 +201,6 @@ def test_scalar_by_surprise_is_said_once(monkeypatch, caplog):
     assert (record.name, record.levelname) == ("superadam", "WARNING")
     assert "scalar kernels" in record.getMessage()
     assert "avx2 is not supported" in record.getMessage()
-
-
-@pytest.mark.usefixtures("_fresh_choices")
-def test_scalar_by_choice_is_silent(monkeypatch, caplog):
-    monkeypatch.setenv("SUPERADAM_ISA", "scalar")
-    assert superadam.active_isa() == "scalar"
-    assert not caplog.records
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

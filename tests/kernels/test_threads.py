@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from support.children import exit_code_of_child
 from support.kernel_arrays import Job, make_segment
-from support.strategies import Magnitudes
+from support.strategies import USUAL, Magnitudes
 
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 
-HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 CHUNKS_PER_THREAD = 16  # of cpu/run.c: shorter jobs do not wake another thread
 
 
@@ -29,7 +28,7 @@ def make_job(*lengths: int, which: Pass = Pass.UPDATE) -> Job:
         make_segment(i, length, Dtype.BFLOAT16, Dtype.BFLOAT16, kinds=[Magnitudes.WIDE, Magnitudes.ORDINARY], norm=True)
         for i, length in enumerate(lengths)
     ]
-    return Job(which, segments, [Coefficients.at_step(HYPER, 2)])
+    return Job(which, segments, [Coefficients.at_step(USUAL, 2)])
 
 
 def lengths_for(threads: int) -> tuple[int, ...]:

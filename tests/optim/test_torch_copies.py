@@ -43,6 +43,9 @@ def test_copies_continue_alike(dtype: torch.dtype, how: str, history: str, stora
         assert optimizer.state
     other = COPIES[how](optimizer)
     assert type(other) is type(optimizer)
+    assert [key for key in dir(other) if key[0] != "_"] == [key for key in dir(optimizer) if key[0] != "_"]
+    assert repr(other) == repr(optimizer)
+    assert other.defaults == optimizer.defaults
     assert (other.max_grad_norm, other.on_nonfinite) == (2.0, "raise")
     assert (other.moments, other.master) == (optimizer.moments, optimizer.master)
     assert (other.statistics, other.last_outcome) == (optimizer.statistics, optimizer.last_outcome)

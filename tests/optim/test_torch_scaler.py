@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,17 +18,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]  # torch itself refuses 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-
 def scaler_of(scale: float, *, growth: float = 2.0, enabled: bool = True) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_factor=growth, growth_interval=2, enabled=enabled)
 
 
 def _scaled(cls: type, use: str, dtype: torch.dtype, *, when: str = "never", scale: float = 2.0**10) -> Iterator[Any]:
     """Yield after every step of a loop with a GradScaler in which the third loss overflows."""
-    options = {"fused": True} if cls is torch.optim.AdamW else {}
-    optimizer = cls([parameter(64, dtype=dtype)], lr=0.1, **options)
+    optimizer = cls([parameter(64, dtype=dtype)], lr=0.1)
     scaler = scaler_of(scale, growth=2.0 if math.frexp(scale)[0] == 0.5 else 1.7, enabled=use != "disabled")
     (p,) = parameters_of(optimizer)
     for seed in range(6):
@@ -67,8 +62,6 @@ def test_a_scaled_loop_is_that_of_torch(use: str, when: str) -> None:
     if use != "disabled":
         assert ours[2][1] < ours[1][1] > ours[0][1]
         assert ours[2][0] == ours[1][0]
-    if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently from itself here
-        assert [one for one, _ in ours] == [one for one, _ in theirs]
     twin = SpeculativeCPUAdamW([parameter(64)], lr=0.1)
     (p,) = parameters_of(twin)
     for index, seed in enumerate([0, 1, 2, 3, 4, 5] if use != "disabled" else [0, 1, 3, 4, 5]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 import pytest
@@ -118,24 +117,6 @@ def test_nothing_belongs_to_the_graphs_of_autograd(dtype: torch.dtype, layout: s
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("with_max", [False, True])
-def test_state_is_created_once_and_from_the_present_value(dtype: torch.dtype, with_max: bool) -> None:
-    one = parameter(4, 5, dtype=dtype)
-    state = ParameterState(one, 0, "p")
-    assert not state.has_state
-    state.create_state(with_max=with_max)
-    assert state.has_state
-    assert (state.max_exp_avg_sq is not None) is with_max
-    assert (state.master is None) is (dtype in (torch.float32, torch.float64)) is state.is_own_master
-    if state.master is not None:
-        assert bits(state.master) == bits(one.float())
-    kept = [state.master, state.exp_avg, state.exp_avg_sq]
-    state.create_state(with_max=True)
-    assert all(map(operator.is_, [state.master, state.exp_avg, state.exp_avg_sq], kept))
-    assert state.max_exp_avg_sq is not None
-
-
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -227,13 +208,3 @@ def test_staging_has_the_same_bits(dtype: torch.dtype, request: pytest.FixtureRe
     expected = _run(dtype)
     request.getfixturevalue("elsewhere")
     assert _run(dtype) == expected
-
-
-def test_moments_that_came_without_a_master_stay() -> None:
-    state = ParameterState(torch.zeros(3, dtype=torch.bfloat16), 0, "weight")
-    state.create_state(with_max=True)
-    before = state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq
-    state.master = None
-    state.create_state(with_max=True)
-    assert state.master is not None
-    assert all(map(operator.is_, (state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq), before))

@@ -205,8 +205,7 @@ def optional_scheduler(
     """Return a context in which a scheduler runs, as named in `DEVICES` or with buckets that stay on the device."""
     if where == "no scheduler":
         return contextlib.nullcontext()
-    make = DEVICES.get(where) or DEVICES["simulated"]
-    assert make is not None
+    make: Any = DEVICES.get(where) or DEVICES["simulated"]
     kept = {"kept": 1000, "some kept": 2}.get(where, 0)
     return OffloadScheduler(optimizer, model, device=make(), bucket_numel=100, gpu_buckets=kept)
 
@@ -396,13 +395,6 @@ def clamp_of_few(run: Run, step: int) -> None:
         run.write(p, p.detach().clamp(-2.2, 2.2))
 
 
-def data_dependent_initialisation(run: Run, step: int) -> None:
-    """ActNorm, of layers that come to their first batch after the first step."""
-    if step == 1:
-        for p in run.model.layers.parameters():
-            run.write(p, (p.detach() - p.detach().mean()) / p.detach().float().std().to(p.dtype))
-
-
 def averages_swapped_in_and_out(run: Run, step: int) -> None:
     averages = run.kept.setdefault("averages", [p.detach().clone() for p in run.parameters])
     for average, p in zip(averages, run.parameters, strict=True):
@@ -410,15 +402,6 @@ def averages_swapped_in_and_out(run: Run, step: int) -> None:
         kept = p.detach().clone()
         run.write(p, average)
         run.write(p, kept)
-
-
-def averages_kept(run: Run, step: int) -> None:
-    """Training goes on from the averages."""
-    averages = run.kept.setdefault("averages", [p.detach().clone() for p in run.parameters])
-    for average, p in zip(averages, run.parameters, strict=True):
-        average.lerp_(p.detach(), 0.25)
-        if step == 2:
-            run.write(p, average)
 
 
 def initialised_again(run: Run, step: int) -> None:
@@ -464,9 +447,7 @@ PROGRAMS = [
     Program(lookahead),
     Program(clamp),
     Program(clamp_of_few, is_saved=False),
-    Program(data_dependent_initialisation),
     Program(averages_swapped_in_and_out),
-    Program(averages_kept),
     Program(lookahead, through_numpy),
     Program(lookahead, from_another_process),
     Program(initialised_again),

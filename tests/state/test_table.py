@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.visible import parameter, train
 
 from superadam import SpeculativeCPUAdam
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
-from superadam.kernels.places import gradients_of
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState
-from superadam.state.table import CoefficientTable, ParameterTable
-
-HYPERS = [Hyperparameters(lr, 0.9, 0.99, 1e-8, 0.0, False, False, False) for lr in (0.1, 0.2)]
-ROWS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([torch.float32, torch.float64])), max_size=5)
-
-
-@given(groups=st.tuples(ROWS, ROWS))
-def test_each_row_has_the_coefficients_of_its_own_step(groups: tuple[list[tuple[int, torch.dtype]], ...]) -> None:
-    kinds = [kind for group in groups for kind in group]
-    states = [ParameterState(torch.zeros(2, dtype=dtype), row, f"p{row}") for row, (_, dtype) in enumerate(kinds)]
-    table, coefficients = ParameterTable(states, NewValues()), CoefficientTable()
-    table.steps[:] = [step for step, _ in kinds]
-    runs = [(hyper, len(group)) for hyper, group in zip(HYPERS, groups, strict=True)]
-    indices = table.indices_of_next_step(table.all_rows, runs, Scale(0.5, rounds=True), coefficients)
-    assert [coefficients.sets[index] for index in indices] == [
-        Coefficients.at_step(hyper, step + 1, 0.5, rounds=True, double=dtype == torch.float64)
-        for hyper, group in zip(HYPERS, groups, strict=True)
-        for step, dtype in group
-    ]
+from superadam.state.table import ParameterTable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -60,12 +38,3 @@ def test_memory_that_has_moved_is_used_no_longer(name: str) -> None:
     state.put({name: getattr(state, name)})
     assert table.moved_arrays(table.all_rows) == {}
     assert table.job(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [before.data_ptr()]
-
-
-def test_gradients_of_consecutive_parameters_are_read_where_they_lie() -> None:
-    parameters = [torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bfloat16), torch.zeros(4, 2).t()]
-    table = ParameterTable([ParameterState(one, row, f"p{row}") for row, one in enumerate(parameters)], NewValues())
-    for one in parameters:
-        one.grad = torch.zeros_like(one)
-    addresses = gradients_of(table.parameters, table.plain_layouts)[1].tolist()
-    assert addresses == [*(one.grad.data_ptr() for one in parameters[:2]), 0]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.visible import are_taken, give_gradients, parameter, parameters_of
 
@@ -20,6 +20,7 @@ NORMS = st.floats(0.0, 1e30)
 
 
 @given(norm=NORMS, limit=NORMS)
+@example(1.0, 1.0)
 def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> None:
     """One gradient element of this size, in fp64, where torch's norm is exact; rounded once to fp32."""
     one = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -28,20 +29,9 @@ def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> Non
     assert clip_coefficient(norm, limit) == float(np.float32(one.grad.item()))
 
 
-def test_coefficient_at_the_limit_is_below_one() -> None:
-    assert clip_coefficient(1.0, 1.0) == float(np.float32(1.0 / (1.0 + 1e-6))) < 1.0
-
-
 @given(norm=NORMS)
 def test_no_limit_is_exactly_one(norm: float) -> None:
     assert clip_coefficient(norm, None) == clip_coefficient(norm, math.inf) == 1.0
-
-
-@given(norm=NORMS, limit=NORMS)
-def test_coefficient_is_an_fp32_value_of_at_most_one(norm: float, limit: float) -> None:
-    clip = clip_coefficient(norm, limit)
-    assert 0.0 <= clip <= 1.0
-    assert float(np.float32(clip)) == clip
 
 
 CHUNKS = st.one_of(st.tuples(st.floats(0.0, 1e30), st.just(0)), st.tuples(st.just(math.inf), st.integers(1, 3)))

@@ -186,6 +186,17 @@ class Job:
     segments: list[Segment]
     sets: list[Coefficients] = field(default_factory=list)
 
+    def add(self, segment: Segment, chosen: Sequence[Coefficients]) -> None:
+        """Append a segment; the coefficients of its gradient and of the accepted one count if the pass has steps."""
+        self.segments.append(segment)
+        if self.which in READS_STATE:
+            if Format.MOMENTS_8BIT in segment.format:
+                chosen = [replace(k, flags=k.flags & ~Flag.AMSGRAD) for k in chosen]
+            segment.coefficients, segment.accepted_coefficients = len(self.sets), len(self.sets) + 1
+            self.sets.extend(chosen)
+            if not any(Flag.AMSGRAD in k.flags for k in chosen):
+                segment.arrays.pop("max_exp_avg_sq", None)
+
     def expected(self) -> list[dict[str, Array]]:
         return [segment.expected(self.which, self.sets) for segment in self.segments]
 
@@ -229,7 +240,7 @@ def make_segment(
 
     Args:
         seed: of the random numbers.
-        length: elements.
+        length: elements; with 8-bit moments, as many as whole blocks have.
         gradient_dtype: of both gradients; FLOAT64 makes the state fp64 too.
         out_dtype: of the working copy.
         kinds: magnitudes of the arrays, used in turn.
@@ -239,6 +250,7 @@ def make_segment(
         form: in which the state is stored; with 8-bit moments it has no max_exp_avg_sq.
     """
     rng = np.random.default_rng(seed)
+    length -= length % compact.BLOCK if Format.MOMENTS_8BIT in form else 0
     real = np.float64 if gradient_dtype is Dtype.FLOAT64 else np.float32
     values: dict[str, Array] = {}
     for index, name in enumerate(("gradient", "accepted_gradient", *STATE)):
@@ -272,8 +284,7 @@ LONGEST_DOUBLE = 200
 @st.composite
 def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job:
     """Jobs of one to three segments of any length, dtype and alignment, each with coefficient sets of its own."""
-    segments: list[Segment] = []
-    sets: list[Coefficients] = []
+    job = Job(which, [])
     for _ in range(draw(st.integers(1, 3))):
         gradient_dtype, out_dtype = draw(st.sampled_from(variants(which)))
         double = gradient_dtype is Dtype.FLOAT64
@@ -281,7 +292,7 @@ def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job
         length = draw(lengths(LONGEST_DOUBLE if double else 3 * formula.CHUNK + 40))
         segment = make_segment(
             draw(st.integers(0, 2**32 - 1)),
-            length // compact.BLOCK * compact.BLOCK if Format.MOMENTS_8BIT in form else length,
+            length,
             gradient_dtype,
             out_dtype,
             kinds=draw(st.lists(magnitudes(), min_size=1, max_size=6)),
@@ -290,13 +301,5 @@ def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job
             sprinkle=draw(st.booleans()),
             form=form,
         )
-        if which in READS_STATE:
-            chosen = [draw(coefficients(double=double)) for _ in range(2)]
-            if Format.MOMENTS_8BIT in form:
-                chosen = [replace(k, flags=k.flags & ~Flag.AMSGRAD) for k in chosen]
-            segment.coefficients, segment.accepted_coefficients = len(sets), len(sets) + 1
-            sets.extend(chosen)
-            if not any(Flag.AMSGRAD in k.flags for k in chosen):
-                segment.arrays.pop("max_exp_avg_sq", None)
-        segments.append(segment)
-    return Job(which, segments, sets)
+        job.add(segment, [draw(coefficients(double=double)) for _ in range(2)])
+    return job
