@@ -81,9 +81,7 @@ def test_speculation_is_invisible_and_rollback_gives_gradients_back(dtype, spoil
     twin.step()
     assert str(optimizer.last_outcome) == str(twin.last_outcome)  # where nan equals nan
     assert visible(optimizer) == visible(twin)
-    for one in (optimizer, twin):
-        train(one, 3)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 3, speculative=False)
 
 
 QUESTIONS: dict[str, Callable[[SpeculativeCPUAdam], object]] = {
@@ -282,22 +280,6 @@ def test_statistics_tell_what_became_of_speculation(fate: str) -> None:
     assert visible(optimizer) == visible(twin)
 
 
-# -- hyper-parameters between the parts of a step ----------------------------------------------------------------------
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(change))
-def test_hyperparameters_changed_after_the_verdict_do_not(dtype: torch.dtype, change: dict) -> None:
-    optimizer, twin = make(dtype), make(dtype)
-    for seed in range(2):  # the second step is accepted, not committed
-        train(optimizer, seed, speculative=True)
-        train(twin, seed)
-    for one in (optimizer, twin):
-        one.param_groups[0].update(change)
-    assert visible(optimizer) == visible(twin)
-    train_alike(optimizer, twin, 2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gradient_dtypes", [(0, 1, 0), (1, 0, 1), (1, 2, 0), (2, 1, 1)])
 def test_gradient_dtype_changes_between_steps(dtype: torch.dtype, gradient_dtypes: tuple[int, ...]) -> None:
@@ -438,19 +420,27 @@ def test_bad_limit_is_refused(name: str, value: object) -> None:
 # -- hyper-parameters --------------------------------------------------------------------------------------------------
 
 BAD_VALUES = {
-    "lr": [-1.0, math.nan, math.inf, "high", None, torch.ones(2), torch.tensor(math.nan)],
-    "betas": [(1.0, 0.9), (0.9, -0.1), (math.nan, 0.9), 0.9, (0.9,), (0.9, 0.9, 0.9), None, ("a", "b")],
-    "eps": [-1e-8, math.nan, math.inf, None, [1]],
+    "lr": [-1.0, math.nan, math.inf, "0.1", None, 10**400, torch.ones(2), torch.tensor(math.nan)],
+    "betas": [(1.0, 0.9), (0.9, -0.1), (math.nan, 0.9), 0.9, (0.9,), (0.9, 0.9, 0.9), None, (0.9, "b")],
+    "eps": [-1e-8, math.nan, math.inf, None, [1], torch.tensor(1j), 10**5000],
     "weight_decay": [-0.1, math.nan, math.inf, None, 1j],
+    "amsgrad": ["no"],
+    "maximize": [torch.tensor(True)],
+    "decoupled_weight_decay": [0.5],
 }
+BAD_VALUES["lr"] += [torch.ones((), device="meta"), torch.zeros(200, 200)]
+BAD_VALUES["betas"] += [[torch.ones(100)] * 100]
 BAD_PAIRS = [(key, value) for key, values in BAD_VALUES.items() for value in values]
 
 
-@pytest.mark.parametrize(("key", "value"), BAD_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("key", "value"), BAD_PAIRS, ids=lambda value: value if isinstance(value, str) else type(value).__name__
+)
 @pytest.mark.parametrize("is_open", [False, True])
 def test_bad_hyperparameter_is_refused(key: str, value: object, is_open: bool) -> None:
-    with pytest.raises(ValueError, match=r"expected|must be"):
+    with pytest.raises(ValueError, match=r"Invalid .*(expected|must be)") as caught:
         make(**{key: value})
+    assert len(str(caught.value)) < 200
     optimizer = trained(make(torch.bfloat16), [1])
     give_gradients(optimizer, 2, speculative=is_open)
     with refused(optimizer, ValueError, r"expected|must be"):

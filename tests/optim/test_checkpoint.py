@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, through_disk, trained
+from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, through_disk, train_alike, trained
 from support.visible import (
     are_taken,
     bits,
@@ -218,9 +218,7 @@ def test_how_steps_were_computed_and_names_that_do_not_fit_change_nothing(key: s
     twin.load_state_dict(saved)
     saved["param_groups"][0][key] = value
     optimizer.load_state_dict(saved)
-    for one in (optimizer, twin):
-        trained(one)
-    assert state_bits(optimizer) == state_bits(twin)
+    train_alike(optimizer, twin, 0, 1, speculative=False)
     if key == "param_names":
         give_gradients(optimizer, 3)
         parameters_of(optimizer)[1].grad.data = torch.ones(3)
@@ -241,9 +239,7 @@ def test_state_is_loaded_while_parameters_have_no_memory() -> None:
     optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
     second.untyped_storage().resize_(size)
     copy_weights(optimizer, source)
-    for one in (optimizer, source):
-        trained(one, range(2, 4))
-    assert visible(optimizer) == visible(source)
+    train_alike(optimizer, source, *range(2, 4), speculative=False)
 
 
 def test_hook_that_returns_no_state_dict() -> None:
@@ -257,19 +253,6 @@ def test_hook_that_returns_no_state_dict() -> None:
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
-
-
-def test_other_weights_loaded_after_the_optimizer_win() -> None:
-    """Where they differ: a master that an element of the model still shows is kept."""
-    optimizer, fresh = trained(make(torch.bfloat16)), make(torch.bfloat16)
-    fresh.load_state_dict(through_disk(optimizer.state_dict()))
-    copy_weights(fresh, optimizer)
-    for one in (optimizer, fresh):
-        with torch.no_grad():
-            parameters_of(one)[0][:30] = 7.0
-        trained(one, range(2, 3))
-    assert state_bits(fresh) == state_bits(optimizer)
-    assert (parameters_of(fresh)[0][:30] - 7.0).abs().max() < 1.0
 
 
 def _with_scheduler(optimizer: Any, saved: Any) -> None:
@@ -309,9 +292,7 @@ def test_weights_that_are_loaded_late_meet_the_loaded_masters(between: str, step
     if between == "a group":
         _with_frozen(source)
     copy_weights(fresh, source)
-    for one in (source, fresh):
-        trained(one, range(4, 6))
-    assert visible(fresh) == visible(source)
+    train_alike(source, fresh, *range(4, 6), speculative=False)
 
 
 class Loading:

@@ -208,18 +208,8 @@ def _split(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: An
     saved["param_groups"] = [{**group, "params": [one]} for group, one in every]
 
 
-def _names(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
-    for group in _groups(saved):
-        group["param_names"] = junk
-
-
-def _flags(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
-    for group in _groups(saved):
-        group.update(capturable=junk, differentiable=True, foreach=junk, fused=True)
-
-
 MUTATIONS = 2 * [*4 * [_replace], *2 * [_exchange], _remove, _add, _rename, _new_key, _copy]
-MUTATIONS += [_reverse, _rename_ids, _merge, _split, _names, _flags]
+MUTATIONS += [_reverse, _rename_ids, _merge, _split]
 Mutation = tuple[Callable[..., None], int, int, str]
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, make, through_disk, trained
+from support.optimizers import EACH_DTYPE, make, through_disk, train_alike, trained
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
 
@@ -63,9 +63,7 @@ def test_deepcopy_of_model_and_optimizer_together() -> None:
     train(optimizer, 1)
     other_model, other = copy.deepcopy((model, optimizer))
     assert all(p is q for p, q in zip(other_model.parameters(), parameters_of(other), strict=True))
-    for one in (optimizer, other):
-        train(one, 2)
-    assert visible(other) == visible(optimizer)
+    train_alike(optimizer, other, 2, speculative=False)
     assert bits(other_model.weight) == bits(model.weight)
 
 
@@ -120,6 +118,4 @@ def test_setstate_of_an_older_pickle() -> None:
     other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)
     other.__setstate__(pickle.loads(pickle.dumps(values)))
     assert (other.moments, other.master) == ("fp32", "fp32")
-    for one in (optimizer, other):
-        train(one, 2)
-    assert visible(other) == visible(optimizer)
+    train_alike(optimizer, other, 2, speculative=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import DTYPES, EACH_DTYPE, trained
+from support.optimizers import DTYPES, EACH_DTYPE, train_alike, trained
 from support.reference import same_bits
 from support.strategies import Magnitudes, random_array
 from support.visible import bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
@@ -68,9 +68,7 @@ def test_write_over_open_speculation(dtype, layout, verdict, steps_before, is_lo
         conclude(one)
         one.zero_grad()
     assert shown(optimizer) == shown(twin)
-    for one in (optimizer, twin):
-        train(one, 6, speculative=one is optimizer)
-    assert state_bits(optimizer) == state_bits(twin)
+    train_alike(optimizer, twin, 6)
 
 
 def _there_and_back(p: torch.Tensor) -> None:

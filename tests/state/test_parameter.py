@@ -10,7 +10,7 @@ from support.optimizers import EACH_DTYPE, trained
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 from torch import Tensor
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam import SpeculativeCPUAdam
 from superadam.devices import PlainDevice
 from superadam.state.parameter import ParameterState
 
@@ -170,29 +170,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainDevice, "is_host", lambda self, parameter: False)
 
 
-def _run(dtype: torch.dtype) -> list[object]:
-    """Return what is seen along committed, clipped, skipped, rolled back and plain steps, with a save in between."""
-    optimizer = SpeculativeCPUAdamW([parameter(70, dtype=dtype), parameter(3, 5, dtype=dtype, seed=1)], lr=0.1)
-    seen: list[object] = []
-    for seed, (size, limit) in enumerate([(1e-3, 1.0), (1.0, 1.0), (float("inf"), 1.0), (1.0, None)]):
-        for speculative in (True, False):
-            optimizer.max_grad_norm = limit
-            give_gradients(optimizer, seed, size, speculative=speculative)
-            if speculative:
-                if seed == 3:
-                    optimizer.rollback()
-                optimizer.resolve()
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
-            seen.append((optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient))
-            seen.append(state_bits(optimizer, without=["master"]))
-        with torch.no_grad():
-            parameters_of(optimizer)[0][seed] = 7.0
-        optimizer.load_state_dict(optimizer.state_dict())
-    return seen
-
-
 @pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.usefixtures("elsewhere")
 def test_what_is_staged_is_speculated_on(limit: float | None) -> None:
@@ -201,10 +178,3 @@ def test_what_is_staged_is_speculated_on(limit: float | None) -> None:
     assert (counts.accepted, counts.respeculated) == ((4, 0) if limit is None else (0, 4))
     one = parameters_of(optimizer)[0]
     assert bits(optimizer.state[one]["master"]) == bits(one)
-
-
-@EACH_DTYPE
-def test_staging_has_the_same_bits(dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    expected = _run(dtype)
-    request.getfixturevalue("elsewhere")
-    assert _run(dtype) == expected

@@ -412,12 +412,6 @@ def initialised_again(run: Run, step: int) -> None:
                 run.write(p, nn.init.xavier_normal_(values, generator=torch.Generator().manual_seed(1)))
 
 
-def pruned(run: Run, step: int) -> None:
-    for index, p in enumerate(run.parameters):
-        generator = torch.Generator().manual_seed(index)
-        run.write(p, p.detach() * (torch.rand(p.shape, generator=generator) > 0.3))
-
-
 def padding_row(run: Run, step: int) -> None:
     """The first row of an embedding stays 0."""
     values = run.model.words.weight.detach().clone()
@@ -451,7 +445,6 @@ PROGRAMS = [
     Program(lookahead, through_numpy),
     Program(lookahead, from_another_process),
     Program(initialised_again),
-    Program(pruned),
     Program(padding_row),
     Program(row_in_the_middle, is_saved=False),
 ]
