@@ -81,6 +81,7 @@ def test_schedulers(name: str, is_tensor: bool, speculative: bool) -> None:
     assert len(rates) > 1  # something was scheduled
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["float lr", "Tensor lr"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
