@@ -278,9 +278,7 @@ def check_refusal(error: ValueError) -> None:
         max_size=3,
     ),
 )
-def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(
-    cls: Any, dtype: torch.dtype, amsgrad: bool, is_of_torch: bool, is_open: bool, mutations: list[Mutation]
-) -> None:
+def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad, is_of_torch, is_open, mutations):
     source = make(PAIRS[cls] if is_of_torch else cls, dtype, amsgrad=amsgrad)
     for seed in range(2):
         train(source, seed)

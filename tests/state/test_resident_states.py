@@ -191,9 +191,7 @@ def device(request: pytest.FixtureRequest) -> Device:
     ),
     st.integers(0, 2**32 - 1),
 )
-def test_any_steps_and_journeys_give_the_bits_of_the_oracle(
-    kinds: list[tuple[tuple[int, ...], torch.dtype, str]], story: list[tuple[object, ...]], seed: int
-) -> None:
+def test_any_steps_and_journeys_give_the_bits_of_the_oracle(kinds, story, seed):
     generator = torch.Generator().manual_seed(seed)
     made = [laid_out(torch.randn(shape, generator=generator).to(dtype), layout) for shape, dtype, layout in kinds]
     house = Household(made, SimulatedDevice(seed, 0.3))

@@ -121,9 +121,7 @@ def in_memory_order(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
-def test_a_write_to_a_sampled_element_of_any_working_copy_is_found(
-    dtype: torch.dtype, layout: str, data: st.DataObject
-) -> None:
+def test_a_write_to_a_sampled_element_of_any_working_copy_is_found(dtype, layout, data):
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 80)), min_size=1, max_size=3))
     ones = [LAYOUTS[layout](parameter(*shape, seed=i).detach().to(dtype)) for i, shape in enumerate(shapes)]
     optimizer = SpeculativeCPUAdam([nn.Parameter(one) for one in ones], lr=0.01)

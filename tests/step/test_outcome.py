@@ -80,9 +80,7 @@ def test_norm_is_copied_and_cleared_by_entry(entries: list[tuple[float, int]], b
     factor=st.one_of(st.floats(-1.0, 1.0), st.sampled_from([0.0, -0.0, 1e-200, -1.0])),
     begin=st.integers(0, 8),
 )
-def test_a_norm_is_scaled_as_its_gradients_are(
-    sums: list[float], nonfinite: list[int], factor: float, begin: int
-) -> None:
+def test_a_norm_is_scaled_as_its_gradients_are(sums, nonfinite, factor, begin):
     """Also where a sum has overflown, or is of an Inf; nothing warns."""
     norm = GradientNorm(np.array(sums, np.float64), np.array(nonfinite[: len(sums)], np.int64))
     norm.scale(slice(begin, None), factor)
@@ -102,9 +100,7 @@ def test_a_norm_is_scaled_as_its_gradients_are(
     threads=st.integers(1, 3),
     isa=st.sampled_from(superadam.available_isas()),
 )
-def test_norm_has_the_same_bits_whatever_the_schedule(
-    lengths: list[int], dtypes: list[torch.dtype], order: list[int], threads: int, isa: str
-) -> None:
+def test_norm_has_the_same_bits_whatever_the_schedule(lengths, dtypes, order, threads, isa):
     optimizer = SpeculativeCPUAdam([parameter(n, dtype=dtypes[i], seed=i) for i, n in enumerate(lengths)])
     before = superadam.get_num_threads(), superadam.active_isa()
     superadam.set_num_threads(1)
