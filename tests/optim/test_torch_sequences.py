@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.visible import bits, parameter, parameters_of
 from torch import Tensor
@@ -576,6 +576,7 @@ ITERATIONS = 4 * ["train"] + 2 * ["gradients", "speculate", "step"]
         st.tuples(st.sampled_from([*ITERATIONS, *sorted(ACTIONS)]), st.integers(0, 1000)), min_size=3, max_size=16
     ),
 )
+@example(torch.bfloat16, [("train", 1), ("train", 5), ("change_hyperparameters", 5), ("train", 1)])  # to amsgrad
 def test_any_sequence_has_the_bits_of_torch(dtype: torch.dtype, program: list[tuple[str, int]]) -> None:
     pair = Pair(dtype)
     for name, seed in program:
