@@ -59,7 +59,7 @@ def move_elsewhere(taken: TakenGradient, dtype: torch.dtype | None = None) -> No
 
 
 def model() -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
@@ -436,7 +436,6 @@ def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place
     for name in operations:
         results = []
         for parameter, held in ((ours, held_ours), (theirs, held_theirs)):
-            torch.manual_seed(0)
             try:
                 results.append(bits(OPERATIONS[name](parameter, held)))
             except (RuntimeError, ValueError) as error:
@@ -779,7 +778,7 @@ def test_storage_gives_back_unless_a_compiler_or_code_in_cpp_looks() -> None:
 def test_sparse_gradient_after_a_dense_one() -> None:
     results = []
     for takes in (True, False):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         embedding = nn.Embedding(10, 4, sparse=True)
         owners = take_as_they_arrive(embedding) if takes else []
         embedding.weight.sum().backward()

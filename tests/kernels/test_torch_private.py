@@ -84,13 +84,7 @@ def is_own(value: ast.AST) -> bool:
 
 def foreign(tree: ast.AST, own: set[str]) -> set[str]:
     """Return the private names that a file uses, but for those of the package itself."""
-    texts = {
-        node.body[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    } | {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):

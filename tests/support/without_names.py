@@ -117,7 +117,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.first, self.second, self.last = nn.Linear(6, 9), nn.Linear(9, 7).bfloat16(), nn.Linear(7, 3)
         self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
 
@@ -220,7 +220,7 @@ def train_sharded() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1,))
     found: dict[str, Any] = {"digests": set(), "taken": []}
     for dtype, overlap in itertools.product((torch.float32, torch.bfloat16), ("alone", "scheduler")):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)).to(dtype)
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
