@@ -21,7 +21,7 @@ from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable, ParameterTable
 from superadam.step import transaction
 
-PROGRAMS = 5000 if os.environ.get("SUPERADAM_DEEP") == "1" else 100
+PROGRAMS = 5000 if os.environ.get("SUPERADAM_DEEP") == "1" else 75
 ALLOCATING = (
     (PlainDevice, "host_empty"),
     (ParameterState, "zeros"),
