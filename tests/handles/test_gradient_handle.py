@@ -59,7 +59,7 @@ def move_elsewhere(taken: TakenGradient, dtype: torch.dtype | None = None) -> No
 
 
 def model() -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
@@ -71,11 +71,11 @@ def backward(module: nn.Module, factor: float = 1.0) -> None:
     (module((INPUTS * factor).to(dtype)).pow(2).sum() * 5).backward()
 
 
-def take_as_they_arrive(module: nn.Module, holder: NotingHolder | None = None) -> list[Owner]:
+def take_as_they_arrive(module: nn.Module) -> list[Owner]:
     """Take the gradients of a model in hooks, as long as what is returned is referenced."""
 
     def take(owner: Callable[[], Owner | None], parameter: Tensor) -> None:
-        take_gradient(parameter, owner(), holder)
+        take_gradient(parameter, owner())
 
     owners = [Owner(parameter) for parameter in module.parameters()]
     for owner in owners:
@@ -87,9 +87,9 @@ def take_as_they_arrive(module: nn.Module, holder: NotingHolder | None = None) -
 class Pair:
     """Two equal models after backward; the gradients of one are taken as they arrive."""
 
-    def __init__(self, holder: NotingHolder | None = None) -> None:
+    def __init__(self) -> None:
         self.taking, self.plain = model(), model()
-        self.owners = take_as_they_arrive(self.taking, holder)
+        self.owners = take_as_they_arrive(self.taking)
         for module in self:
             backward(module)
         assert self.handles() == 4
@@ -272,7 +272,6 @@ _hidden.impl("write", lambda x: x.add_(1).sum(), "CPU")
 
 RECORDED: dict[str, Operation] = {
     "mul": lambda p, held: _returns(p.grad, lambda g: g.mul_(0.37)),
-    "mul integer": lambda p, held: _returns(p.grad, lambda g: g.mul_(-2)),
     "mul one": lambda p, held: _returns(p.grad, lambda g: g.mul_(1.0)),
     "mul fp32 tensor": lambda p, held: _returns(p.grad, lambda g: g.mul_(torch.tensor(0.7))),
     "mul fp64 tensor": lambda p, held: _returns(p.grad, lambda g: g.mul_(torch.tensor(1 / 3, dtype=torch.float64))),
@@ -280,10 +279,8 @@ RECORDED: dict[str, Operation] = {
     "mul Inf": lambda p, held: _returns(p.grad, lambda g: g.mul_(float("inf"))),
     "mul then change": lambda p, held: _changed_later(p),
     "div": lambda p, held: _returns(p.grad, lambda g: g.div_(3.0)),
-    "div power of two": lambda p, held: _returns(p.grad, lambda g: g.div_(4)),
     "div tensor": lambda p, held: _returns(p.grad, lambda g: g.div_(torch.tensor(2.7))),
     "*=": lambda p, held: _inplace(p, operator.imul, 0.6),
-    "/=": lambda p, held: _inplace(p, operator.itruediv, 7),
     "foreach mul": lambda p, held: torch._foreach_mul_([p.grad], 0.37),
     "foreach mul tensor": lambda p, held: torch._foreach_mul_([p.grad], torch.tensor(0.61)),
     "foreach mul mixed": lambda p, held: torch._foreach_mul_([_own(p, 3.0), p.grad, p.grad], 0.5),
@@ -315,7 +312,6 @@ READ: dict[str, Operation] = {
     "foreach norm": lambda p, held: torch._foreach_norm([p.grad, p.detach(), p.grad]),
     "foreach norm fp64": lambda p, held: torch._foreach_norm([p.grad], 2, torch.float64),
     "total norm": lambda p, held: get_total_norm([p.grad, p.detach()]),
-    "largest": lambda p, held: p.grad.abs().max(),
     "is finite": lambda p, held: torch.isfinite(p.grad).all().item(),
     "sum": lambda p, held: p.grad.sum().item(),
     "clone": lambda p, held: p.grad.detach().clone(),
@@ -323,7 +319,6 @@ READ: dict[str, Operation] = {
     "to": lambda p, held: (p.grad.to(torch.float32), p.grad.to(p.dtype) is p.grad),
     "add to another": lambda p, held: torch.zeros_like(p).add_(p.grad, alpha=0.5),
     "out": lambda p, held: torch.add(p.grad, 1, out=torch.empty_like(p, requires_grad=False)),
-    "cat": lambda p, held: torch.cat([p.grad, p.grad]),
     "empty_like": lambda p, held: torch.empty_like(p.grad).stride(),
     "tolist": lambda p, held: p.grad.tolist(),
     "repr": lambda p, held: repr(p.grad),
@@ -347,7 +342,6 @@ READ: dict[str, Operation] = {
 WRITTEN: dict[str, Operation] = {
     "add": lambda p, held: _returns(p.grad, lambda g: g.add_(0.25)),
     "+=": lambda p, held: _inplace(p, operator.iadd, p.detach() + 1),
-    "-=": lambda p, held: _inplace(p, operator.isub, 0.125),
     "**=": lambda p, held: _inplace(p, operator.ipow, 2),
     "+= in place of itself": lambda p, held: _inplace(p, operator.iadd, p.grad),
     "mul itself": lambda p, held: _returns(p.grad, lambda g: g.mul_(g)),
@@ -361,13 +355,10 @@ WRITTEN: dict[str, Operation] = {
     "copy": lambda p, held: _returns(p.grad, lambda g: g.copy_(p.detach() + 2)),
     "element": lambda p, held: p.grad.__setitem__((0,) * p.dim(), 7.0),
     "flat edit": lambda p, held: p.grad.view(-1).mul_(0.5),
-    "flatten edit": lambda p, held: p.grad.flatten().add_(0.5),
     "unsafe view edit": lambda p, held: torch.ops.aten._unsafe_view(p.grad, [-1]).mul_(0.75),
     "unsafe split edit": lambda p, held: torch.unsafe_split(p.grad, 1)[0].zero_(),
     "numpy edit": lambda p, held: _edit_numpy(p),
-    "masked fill": lambda p, held: _returns(p.grad, lambda g: g.masked_fill_(g > 1, 0.0)),
     "out is the gradient": lambda p, held: _returns(p.grad, lambda g: torch.mul(g, 0.5, out=g)),
-    "lerp": lambda p, held: _returns(p.grad, lambda g: g.lerp_(p.detach(), 0.5)),
     "floor division": lambda p, held: _returns(p.grad, lambda g: g.div_(0.3, rounding_mode="floor")),
     "data add": lambda p, held: p.grad.data.add_(1) is not p.grad,
     "detach add": lambda p, held: p.grad.detach().data.detach().add_(1) is not p.grad,
@@ -377,7 +368,6 @@ WRITTEN: dict[str, Operation] = {
     "SGD with momentum": lambda p, held: _step(p, torch.optim.SGD, momentum=0.9),
     "apply": lambda p, held: p.grad.apply_(lambda a: a + 1),
     "map": lambda p, held: p.grad.map_(p.detach(), lambda a, b: a + b),
-    "map2": lambda p, held: p.grad.map2_(p.detach(), p.detach() + 1, lambda a, b, c: a + b + c),
     "mul complex": lambda p, held: p.grad.mul_(1j),
     "mul with a graph": lambda p, held: p.grad.mul_(p.grad.norm().requires_grad_()),
     "mul another": lambda p, held: _by_another(p),
@@ -446,7 +436,6 @@ def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place
     for name in operations:
         results = []
         for parameter, held in ((ours, held_ours), (theirs, held_theirs)):
-            torch.manual_seed(0)
             try:
                 results.append(bits(OPERATIONS[name](parameter, held)))
             except (RuntimeError, ValueError) as error:
@@ -478,15 +467,14 @@ def with_infinity(count: int) -> Tensor:
     place=st.sampled_from(ELSEWHERE),
     values=st.sampled_from([irregular, with_infinity]),
 )
-def test_any_sequence_is_as_on_an_ordinary_gradient(
-    operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values
-) -> None:
+def test_any_sequence_is_as_on_an_ordinary_gradient(operations, dtype, shape, place, values):
     run(operations, dtype, shape, place, values)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
-    for dtype in DTYPES:
+    others = [torch.float32, torch.float16, torch.float64]
+    for dtype in (torch.bfloat16, others[list(OPERATIONS).index(name) % 3]):
         gradient = run([name], dtype, (5, 7), "other strides", irregular)
         assert taken_of(gradient) is not None or name not in RECORDED.keys() | READ.keys()
     run(["div", name, "norm"], torch.bfloat16, (5, 7), "here", irregular)
@@ -505,21 +493,18 @@ def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
     assert found.item() == (count != 0)
     assert taken.unscale_factor() == taken.scale() == 0.5
+    parameter.grad.mul_(0.3)
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found.zero_(), torch.tensor(0.25))
     assert found.item() == 1  # counted after the first product, whatever arrived
     assert taken.unscale_factor() == 0.125
 
 
-def test_clipping_does_not_give_back_and_asks_for_norms() -> None:
+def test_clipping_asks_for_norms() -> None:
     keeper = NotingHolder()
-    both = Pair(keeper)
-    for module in both:
-        clip_grad_norm_(module.parameters(), 0.5)
-    assert len(keeper.norms) == both.handles() == 4
+    parameter, _owner, taken = handle_for(torch.tensor([3.0, 4.0]), keeper)
+    clip_grad_norm_([parameter], 0.5)
+    assert keeper.norms == [taken]
     assert keeper.given == []
-    (scale,) = {taken.scale() for taken in keeper.norms}
-    assert 0 < scale < 1
-    both.check()
 
 
 def test_norm_that_was_taken_before_is_used_and_kept_apart() -> None:
@@ -777,16 +762,12 @@ def test_dlpack_of_other_tensors_is_that_of_torch() -> None:
         torch.utils.dlpack.to_dlpack([1.0, 2.0])
 
 
-def test_code_in_cpp_that_wants_memory_gets_an_error() -> None:
-    parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
-    with pytest.raises(RuntimeError, match=r"data pointer|storage"):
-        torch.Tensor.data_ptr(parameter.grad)
-    assert taken_of(parameter.grad) is not None
-
-
-def test_storage_gives_back_unless_a_compiler_looks() -> None:
+def test_storage_gives_back_unless_a_compiler_or_code_in_cpp_looks() -> None:
+    """The latter gets an error."""
     parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
     gradient: Any = parameter.grad
+    with pytest.raises(RuntimeError, match=r"data pointer|storage"):
+        torch.Tensor.data_ptr(gradient)
     with torch._guards.tracing(torch._guards.TracingContext(None)):
         gradient.untyped_storage()
         assert taken_of(gradient) is not None
@@ -797,7 +778,7 @@ def test_storage_gives_back_unless_a_compiler_looks() -> None:
 def test_sparse_gradient_after_a_dense_one() -> None:
     results = []
     for takes in (True, False):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         embedding = nn.Embedding(10, 4, sparse=True)
         owners = take_as_they_arrive(embedding) if takes else []
         embedding.weight.sum().backward()

@@ -65,7 +65,7 @@ def register(folder: Path) -> torch.device:
 
 def trained(device: torch.device, *, overlaps: bool) -> list[Tensor]:
     """Train with gradients that are edited, added to, clipped and dropped after they were taken."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(torch.bfloat16).to(device)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.01, max_grad_norm=0.5)
     overlap = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=10) if overlaps else None

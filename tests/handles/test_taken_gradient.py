@@ -72,16 +72,14 @@ FORMS = st.sampled_from([None, *DTYPES])
     dtype=st.sampled_from(DTYPES),
     shape=st.sampled_from([(5, 7), (1, 40), ()]),
     elsewhere=st.booleans(),
+    is_narrow=st.booleans(),
 )
-def test_values_are_those_of_torch(
-    factors: list[tuple[FactorKind, float, torch.dtype | None, bool]],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    elsewhere: bool,
-) -> None:
+def test_values_are_those_of_torch(factors, dtype, shape, elsewhere, is_narrow):
+    """Of a gradient that may have travelled in another dtype."""
     gradient = irregular(*shape, dtype=dtype)
-    expected = gradient.clone()
-    pending = transposed(gradient) if elsewhere else gradient.clone()
+    arrived = gradient.to(torch.bfloat16) if is_narrow else gradient
+    expected = arrived.to(dtype).clone()
+    pending = transposed(arrived) if elsewhere else arrived.clone()
     taken = TakenGradient(gradient)
     taken.pending = pending
     for kind, number, form, is_of_list in factors:
@@ -100,11 +98,11 @@ def test_values_are_those_of_torch(
     assert taken.value().stride() == gradient.stride()
     assert same_bits(taken.scaled().nan_to_num(7), expected.nan_to_num(7))
     assert taken.scaled().stride() == pending.stride()
-    assert same_bits(pending, gradient)
+    assert same_bits(pending, arrived)
     scale = taken.scale()
     if scale is not None:
         assert abs(scale) <= 1
-        wide = gradient.double() if dtype == torch.float64 else gradient.float()  # as kernels do
+        wide = arrived.double() if dtype == torch.float64 else arrived.float()  # as kernels do
         assert same_bits((wide * torch.tensor(scale, dtype=wide.dtype)).to(dtype).nan_to_num(7), expected.nan_to_num(7))
 
 
@@ -138,7 +136,25 @@ def test_values_are_those_of_torch(
     ],
 )
 def test_one_product_is_a_scale_where_torch_rounds_once(kind, value, dtype, scale):
-    taken = TakenGradient(irregular(4, dtype=dtype))
+    check_scale(irregular(4, dtype=dtype), kind, value, scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "dtype", "scale"),
+    [
+        (MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.float32, None),  # in double, and rounded once
+        (MULTIPLY, 0.3, torch.float32, torch.tensor(0.3).item()),
+        (MULTIPLY, torch.tensor(0.3), torch.bfloat16, None),  # torch multiplies in the wider dtype
+        (MULTIPLY, torch.tensor(0.3, dtype=torch.bfloat16), torch.bfloat16, 0.30078125),
+        (UNSCALE, torch.tensor(0.3), torch.bfloat16, torch.tensor(0.3).item()),
+    ],
+)
+def test_scale_of_a_gradient_without_dimensions(kind, value, dtype, scale):
+    check_scale(torch.tensor(1 / 3, dtype=dtype), kind, value, scale)
+
+
+def check_scale(gradient: Tensor, kind: FactorKind, value: Any, scale: float | None) -> None:
+    taken = TakenGradient(gradient)
     taken.record(Factor(MULTIPLY, torch.tensor(1.0)))
     taken.record(Factor(kind, value))
     taken.record(Factor(DIVIDE, 1))
@@ -146,26 +162,6 @@ def test_one_product_is_a_scale_where_torch_rounds_once(kind, value, dtype, scal
     if scale not in (None, 1.0):
         taken.record(Factor(MULTIPLY, 0.5))
         assert taken.scale() is None
-
-
-def test_scale_of_a_gradient_without_dimensions() -> None:
-    taken = TakenGradient(torch.tensor(1 / 3))
-    taken.record(Factor(MULTIPLY, torch.tensor(0.3, dtype=torch.float64)))
-    assert taken.scale() is None  # torch multiplies in double and rounds once
-    assert same_bits(taken.value(), torch.tensor(1 / 3).mul_(torch.tensor(0.3, dtype=torch.float64)))
-    taken = TakenGradient(torch.tensor(1 / 3))
-    taken.record(Factor(MULTIPLY, 0.3))
-    assert taken.scale() == torch.tensor(0.3).item()
-
-
-def test_scale_of_a_bf16_gradient_without_dimensions() -> None:
-    for value, scale in ((torch.tensor(0.3), None), (torch.tensor(0.3, dtype=torch.bfloat16), 0.30078125)):
-        taken = TakenGradient(torch.tensor(1.0, dtype=torch.bfloat16))
-        taken.record(Factor(MULTIPLY, value))
-        assert taken.scale() == scale  # torch multiplies by a wider tensor in the wider dtype
-    taken = TakenGradient(torch.tensor(1.0, dtype=torch.bfloat16))
-    taken.record(Factor(UNSCALE, torch.tensor(0.3)))
-    assert taken.scale() == torch.tensor(0.3).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -191,24 +187,6 @@ def test_where_torch_rounds_a_scalar_to_the_dtype_of_the_gradient_first(dtype: t
         assert Factor(kind, value, is_of_list).number_for(torch.float64, on_cpu=on_cpu) == float(value)
 
 
-def test_unscaling_is_told_apart() -> None:
-    taken = TakenGradient(irregular(3))
-    taken.record(Factor(UNSCALE, torch.tensor(0.25)))
-    taken.record(Factor(MULTIPLY, 0.3))
-    taken.record(Factor(UNSCALE, torch.tensor(0.5)))
-    assert taken.unscale_factor() == 0.125
-    expected = irregular(3) * 0.25 * 0.3 * 0.5
-    assert same_bits(taken.value(), expected)
-
-
-def test_factor_is_read_once_for_all_gradients_of_a_list() -> None:
-    factor = Factor(MULTIPLY, torch.tensor(0.5))
-    assert factor.number == 0.5
-    assert isinstance(factor.value, Tensor)
-    factor.value.fill_(0.25)
-    assert factor.number == 0.5
-
-
 @EACH_DTYPE
 def test_a_gpu_rounds_scalars_of_its_own_memory_first(dtype: torch.dtype) -> None:
     gradient = irregular(40, dtype=dtype)
@@ -223,32 +201,6 @@ def test_a_gpu_rounds_scalars_of_its_own_memory_first(dtype: torch.dtype) -> Non
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         Factor(DIVIDE, number).apply_on_host(on_host := gradient.clone())
         assert same_bits(on_host, (gradient.to(wide) * (1 / torch.tensor(number, dtype=wide))).to(dtype))
-
-
-def test_gradient_that_travels_in_another_dtype() -> None:
-    gradient = irregular(4, 5)
-    taken = TakenGradient(gradient)
-    taken.pending = transposed(gradient).to(torch.bfloat16)
-    rounded = gradient.to(torch.bfloat16).float()
-    assert same_bits(taken.value(), rounded)
-    assert same_bits(taken.scaled(), rounded)
-    assert taken.scaled().stride() == (1, 4)
-    taken.record(Factor(MULTIPLY, 0.3))
-    assert same_bits(taken.value(), rounded * 0.3)
-    assert same_bits(taken.scaled(), rounded * 0.3)
-
-
-def test_copy_is_waited_for_once() -> None:
-    taken = TakenGradient(irregular(3))
-    arrival = taken.arrived = Copy()
-    taken.record(Factor(MULTIPLY, 0.3))
-    assert taken.scale() is not None
-    assert arrival.waits == 0
-    taken.value()
-    taken.scaled()
-    assert taken.ready() is taken.pending
-    assert arrival.waits == 1
-    assert taken.arrived is None
 
 
 class Buffer:
@@ -269,11 +221,15 @@ def test_gradient_that_was_moved_is_looked_up_once_and_not_before_it_is_needed()
     gone = weakref.ref(gradient)
     del gradient
     taken.move_to(buffer, 1, arrival)
+    taken.record(Factor(MULTIPLY, 0.3))
     assert gone() is None
+    assert taken.scale() is not None
     assert buffer.count == arrival.waits == 0
     assert taken.ready() is taken.pending is copies[1]
-    assert same_bits(taken.value(), copies[1])
+    assert same_bits(taken.value(), copies[1] * 0.3)
+    assert same_bits(taken.scaled(), copies[1] * 0.3)
     assert buffer.count == arrival.waits == 1
+    assert taken.arrived is None
 
 
 @pytest.mark.parametrize("change", ["absorb", "zero", "leave_speculation", "give_back"])
@@ -358,36 +314,30 @@ def test_what_arrived_unrounded_stays_so_without_speculation(in_use: bool) -> No
 # -- giving back -------------------------------------------------------------------------------------------------------
 
 
-def test_giving_back_makes_a_copy_and_tells_the_keeper() -> None:
+@EACH_DTYPE
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_giving_back_makes_a_copy_with_factors_and_layout_and_tells_the_keeper(dtype, is_scaled):
     keeper = NotingHolder()
-    gradient = irregular(3, 5)
-    pending = gradient.clone()
-    taken = TakenGradient(pending, None, keeper)
+    gradient = irregular(3, 5, dtype=dtype)
+    taken = TakenGradient(gradient, None, keeper)
+    pending = taken.pending = transposed(gradient)
     taken.arrived = arrival = Copy()
+    if is_scaled:
+        taken.record(Factor(MULTIPLY, 0.3))
+        taken.record(Factor(DIVIDE, 3))
     given = taken.give_back()
     assert taken.is_given
     assert taken.given is given is taken.give_back()
     assert given.data_ptr() != pending.data_ptr()
-    assert same_bits(given, gradient)
+    assert given.stride() == (5, 1)
+    assert same_bits(given, gradient.clone().mul_(0.3).div_(3) if is_scaled else gradient)
+    assert taken.factors == ()
     assert keeper.given == [taken]
     assert arrival.waits == 1
     with pytest.raises(AttributeError):
         taken.ready()
     given.mul_(2)
     assert same_bits(pending, gradient)
-
-
-@EACH_DTYPE
-def test_giving_back_applies_factors_and_restores_the_layout(dtype: torch.dtype) -> None:
-    gradient = irregular(3, 5, dtype=dtype)
-    taken = TakenGradient(gradient)
-    taken.pending = transposed(gradient)
-    taken.record(Factor(MULTIPLY, 0.3))
-    taken.record(Factor(DIVIDE, 3))
-    given = taken.give_back()
-    assert given.stride() == (5, 1)
-    assert same_bits(given, gradient.clone().mul_(0.3).div_(3))
-    assert taken.factors == ()
 
 
 def test_other_gradients_in_grad_are_left_alone() -> None:

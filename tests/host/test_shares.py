@@ -1,18 +1,22 @@
-"""The share of a rank: of the CPUs of its node, and of those near its GPU; on made-up machines and on this one."""
+"""The share of a rank: of the CPUs of its node, and of those near its GPU; on made-up machines and on this one.
+
+And threads that stay on it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
+import threading
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.children import without_torch
 from support.machines import GPUS, eight_gpus, machine, ranks
 
 from superadam.host import cores
@@ -141,13 +145,8 @@ def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path):
     assert are_disjoint(found[4:])
 
 
-def test_fewer_cpus_than_ranks(tmp_path):
-    shares = [cores.share(one) for one in hosts(tmp_path, 5, [frozenset({3, 7})] * 5)]
-    assert [len(one) for one in shares] == [1] * 5
-    assert frozenset.union(*shares) == {3, 7}
-
-
 @pytest.mark.slow
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.integers(1, 12),
     st.frozensets(st.integers(0, 31), min_size=1),
@@ -169,14 +168,14 @@ def test_every_rank_gets_cpus_that_it_may_use(tmp_path_factory, count, allowed, 
         assert all(found)
         assert all(one <= bound for one, bound in zip(found, affinities, strict=True))
     assert cores.shares(here[0]) == shares
-    if len(set(affinities)) == 1 and len(allowed) >= count:
-        assert are_disjoint(shares)
+    if len(set(affinities)) == 1:
         assert frozenset.union(*shares) == affinities[0]
         assert max(map(len, shares)) - min(map(len, shares)) <= siblings
+        assert are_disjoint(shares) or len(allowed) < count
 
 
 PROGRAM = """
-import json, sys
+import json
 from superadam.kernels import native
 from superadam.host import cores
 from superadam.host.machine import Host
@@ -192,7 +191,7 @@ def test_two_processes():
     environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            without_torch(PROGRAM),
             env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -217,3 +216,65 @@ def test_two_processes():
         assert told() == [[1, allowed[0]], [1, allowed[1]]]
     for one in ranks:
         one.communicate()
+
+
+# -- CPUs near a GPU, and threads that stay on them --------------------------------------------------------------------
+
+ADDRESS = "0000:1b:00.0"
+NODE = f"/sys/bus/pci/devices/{ADDRESS}/numa_node"
+CPULIST = "/sys/devices/system/node/node1/cpulist"
+ALL = frozenset(range(8))
+
+
+@pytest.mark.parametrize(
+    ("files", "affinity", "expected"),
+    [
+        ({NODE: "1\n", CPULIST: "4-7,12-15\n"}, ALL, {4, 5, 6, 7}),
+        ({NODE: "1\n", CPULIST: "4-7\n"}, frozenset({0, 5}), {5}),
+        ({NODE: "-1\n", CPULIST: "4-7\n"}, ALL, ALL),
+        ({}, ALL, ALL),
+        ({NODE: "1\n"}, ALL, ALL),
+        ({NODE: "1\n", CPULIST: ""}, ALL, ALL),  # a node of memory only
+        ({NODE: "1\n", CPULIST: "4-7\n"}, frozenset({0, 1}), {0, 1}),  # the process was put elsewhere
+    ],
+)
+def test_cpus_near_a_device(tmp_path, files, affinity, expected):
+    assert cores.share(machine(tmp_path, files, affinity=affinity), ADDRESS) == expected
+
+
+def in_thread(work: threading.Thread) -> None:
+    work.start()
+    work.join()
+
+
+def test_a_bound_thread_binds_itself_and_its_children_alone():
+    before, seen = os.sched_getaffinity(0), []
+    one = {min(before)}
+
+    def bind():
+        cores.bind_thread(one)
+        seen.append(os.sched_getaffinity(0))
+        in_thread(threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0))))
+
+    in_thread(threading.Thread(target=bind))
+    assert seen == [one, one]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_call_near_leaves_its_caller_where_it_is():
+    before, seen = os.sched_getaffinity(0), []
+
+    def work():
+        seen.append((os.sched_getaffinity(0), os.sched_getaffinity(os.getpid())))
+        return "result"
+
+    assert cores.call_near({min(before)}, work) == "result"
+    assert seen == [({min(before)}, before)]
+    with pytest.raises(ZeroDivisionError):
+        cores.call_near({min(before)}, lambda: 1 // 0)
+
+
+def test_a_thread_that_may_not_be_bound_goes_on():
+    before = os.sched_getaffinity(0)
+    cores.bind_thread({1 << 12})  # there is no such CPU
+    assert os.sched_getaffinity(0) == before

@@ -7,7 +7,6 @@ Hypothesis.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -17,14 +16,13 @@ import pytest
 from arm import emulation
 from arm.emulation import Cpu, EmulatedJob
 from support import formula
-from support.compact import BLOCK
 from support.intervals import HALVES, drawn_case
-from support.kernel_arrays import FORMATS, READS_STATE, Job, differing, make_segment, variants
+from support.kernel_arrays import FORMATS, Job, differing, make_segment, variants
 from support.listing import Listing
 from support.strategies import Magnitudes
 
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import Dtype, Flag, Format, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 
 ROWS = ["sve_bf16", "sve", "neon", "scalar"]
 """Instruction sets of aarch64, best first."""
@@ -74,14 +72,14 @@ def random_coefficients(rng: np.random.Generator, *, double: bool) -> Coefficien
 
 def random_job(rng: np.random.Generator, which: Pass, gradient: Dtype, out: Dtype, lengths: list[int]) -> Job:
     """Return a job of segments of these lengths, with coefficients, magnitudes and special values of its own each."""
-    segments, sets = [], []
+    job = Job(which, [])
     for length in lengths:
         form = Format.PLAIN if gradient is Dtype.FLOAT64 else FORMATS[rng.integers(len(FORMATS))]
         form = Format.PLAIN if rng.integers(2) else form
         kinds = list(rng.choice(np.array(list(Magnitudes), dtype=object), int(rng.integers(1, 4))))
         segment = make_segment(
             int(rng.integers(2**32)),
-            length // BLOCK * BLOCK if Format.MOMENTS_8BIT in form else length,
+            length,
             gradient,
             out,
             kinds=kinds,
@@ -89,16 +87,8 @@ def random_job(rng: np.random.Generator, which: Pass, gradient: Dtype, out: Dtyp
             sprinkle=bool(rng.integers(4) == 0),
             form=form,
         )
-        if which in READS_STATE:
-            segment.coefficients, segment.accepted_coefficients = len(sets), len(sets) + 1
-            chosen = [random_coefficients(rng, double=gradient is Dtype.FLOAT64) for _ in range(2)]
-            if Format.MOMENTS_8BIT in form:
-                chosen = [dataclasses.replace(k, flags=k.flags & ~Flag.AMSGRAD) for k in chosen]
-            sets.extend(chosen)
-            if not any(Flag.AMSGRAD in k.flags for k in chosen):
-                segment.arrays.pop("max_exp_avg_sq", None)
-        segments.append(segment)
-    return Job(which, segments, sets)
+        job.add(segment, [random_coefficients(rng, double=gradient is Dtype.FLOAT64) for _ in range(2)])
+    return job
 
 
 def all_jobs(rng: np.random.Generator) -> Iterator[EmulatedJob]:

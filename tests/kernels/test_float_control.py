@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
-from contextlib import AbstractContextManager, suppress
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.float_modes import flushed_denormals, rounded_upward
 from support.kernel_arrays import Job, jobs, make_segment
-from support.strategies import Magnitudes, hyperparameters, scales
+from support.strategies import USUAL, Magnitudes, hyperparameters, scales
 
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 
 _libm = ctypes.CDLL("libm.so.6")
@@ -32,46 +33,41 @@ def control_register() -> int:
     return int.from_bytes(environment.raw[:4], "little")
 
 
-class Setting(Protocol):
-    def __call__(self) -> AbstractContextManager[None]: ...
-
-
-SETTINGS = pytest.mark.parametrize("setting", [flushed_denormals, rounded_upward], ids=lambda setting: setting.__name__)
+SETTINGS = (flushed_denormals, rounded_upward)
+EACH_SETTING = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
 LOST_WHEN_FLUSHED = [Magnitudes.TINY, Magnitudes.TINY, Magnitudes.WIDE]
 
 
-def check_under(setting: Setting, job: Job, isa: str, threads: int) -> None:
+def check_under_each_setting(job: Job, threads: int) -> None:
     expected = job.expected()
     usual = control_register()
-    with setting():
-        before = control_register()
-        job.run(isa, threads)
-        after = control_register()
-    assert before != usual
-    assert after == before
-    job.check(expected)
+    for isa, setting in itertools.product(native.available_isas(), SETTINGS):
+        job.reset()
+        with setting():
+            before = control_register()
+            job.run(isa, threads)
+            after = control_register()
+        assert after == before != usual
+        job.check(expected, f" with {isa} and {setting.__name__}")
 
 
 @pytest.mark.slow
-@SETTINGS
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
-def test_bits_do_not_depend_on_the_callers_setting(isa, setting, data):
-    job = data.draw(st.sampled_from(Pass).flatmap(jobs))
-    check_under(setting, job, isa, threads=1)
+def test_bits_do_not_depend_on_the_callers_setting(data):
+    check_under_each_setting(data.draw(st.sampled_from(Pass).flatmap(jobs)), threads=1)
 
 
-@SETTINGS
-def test_bits_do_not_depend_on_the_setting_with_several_threads(isa, setting):
+def test_bits_do_not_depend_on_the_setting_with_several_threads():
     """The pool's threads inherit the setting of the thread that started them, or were started before it was made."""
-    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-40, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=False)
+    hyper = replace(USUAL, eps=1e-40, amsgrad=True, decoupled_weight_decay=False)
     sets = [Coefficients.at_step(hyper, 3)]
     length = 3 * 16 * native.CHUNK + 5  # enough for three threads
     segment = make_segment(1, length, Dtype.FLOAT32, Dtype.FLOAT16, kinds=LOST_WHEN_FLUSHED, norm=True)
-    check_under(setting, Job(Pass.UPDATE, [segment], sets), isa, threads=3)
+    check_under_each_setting(Job(Pass.UPDATE, [segment], sets), threads=3)
 
 
-@SETTINGS
+@EACH_SETTING
 def test_ordered_sum_does_not_depend_on_the_setting(setting):
     values = np.array([5e-324, 3e-310, 1e-320])
     expected = native.ordered_sum(values)
@@ -82,7 +78,7 @@ def test_ordered_sum_does_not_depend_on_the_setting(setting):
     assert expected == 5e-324 + 3e-310 + 1e-320
 
 
-@SETTINGS
+@EACH_SETTING
 def test_the_usual_mode_is_recognized_and_restored(setting):
     usual = control_register()
     assert native.is_float_mode_usual()

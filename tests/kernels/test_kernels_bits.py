@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,27 +22,19 @@ from support.kernel_arrays import (
     make_segment,
     variants,
 )
-from support.strategies import Magnitudes
+from support.strategies import USUAL, Magnitudes
 
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Format, Pass
-
-ORDINARY = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
-
-
-def check_against_oracle(job: Job, isa: str, threads: int = 1) -> None:
-    expected = job.expected()
-    job.run(isa, threads)
-    job.check(expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
-def test_bits_of_the_oracle(isa, which, data):
-    check_against_oracle(data.draw(jobs(which)), isa)
+def test_bits_of_the_oracle(which, data):
+    data.draw(jobs(which)).check_everywhere()
 
 
 VARIANTS = [
@@ -56,9 +49,9 @@ VARIANTS = [
     VARIANTS,
     ids=lambda value: str(value) if isinstance(value, bool) else value.name or "FLOAT32",
 )
-def test_every_variant_has_the_bits_of_the_oracle(isa, which, form, amsgrad):
+def test_every_variant_has_the_bits_of_the_oracle(which, form, amsgrad):
     """Nothing left to chance: each combination of dtypes, with and without the norm, all magnitudes at once."""
-    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad, maximize=False, decoupled_weight_decay=not amsgrad)
+    hyper = replace(USUAL, amsgrad=amsgrad, decoupled_weight_decay=not amsgrad)
     norms = [True] if which is Pass.NORM else [False, True]
     for (gradient_dtype, out_dtype), norm in itertools.product(variants(which), norms):
         double = gradient_dtype is Dtype.FLOAT64
@@ -73,43 +66,45 @@ def test_every_variant_has_the_bits_of_the_oracle(isa, which, form, amsgrad):
         kinds = [Magnitudes.WIDE]
         segment = make_segment(7, length, gradient_dtype, out_dtype, kinds=kinds, norm=norm, sprinkle=norm, form=form)
         segment.accepted_coefficients = 1
-        check_against_oracle(Job(which, [segment], sets if which in READS_STATE else []), isa)
+        Job(which, [segment], sets if which in READS_STATE else []).check_everywhere()
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT64], ids=lambda dtype: dtype.name)
-def test_of_equal_moments_the_greatest_is_the_older_one(isa, dtype):
+def test_of_equal_moments_the_greatest_is_the_older_one(dtype):
     """The sign of a zero tells them apart."""
-    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, amsgrad=True, maximize=False, decoupled_weight_decay=True)
+    hyper = replace(USUAL, weight_decay=0.0, amsgrad=True)
     segment = make_segment(1, 77, dtype, Dtype.NONE)
     for name, value in (("gradient", 0.0), ("exp_avg_sq", 0.0), ("max_exp_avg_sq", -0.0)):
         segment.arrays[name] = Placed(np.full_like(segment.arrays[name].view, value))
     sets = [Coefficients.at_step(hyper, 2, double=dtype is Dtype.FLOAT64)]
-    check_against_oracle(Job(Pass.COMMIT, [segment], sets), isa)
+    Job(Pass.COMMIT, [segment], sets).check_everywhere()
     assert np.signbit(segment.arrays["max_exp_avg_sq"].view).all()
 
 
 @pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.UPDATE], ids=lambda which: which.name)
 @pytest.mark.parametrize("out_dtype", HALVES_AND_FLOAT32, ids=lambda dtype: dtype.name)
-def test_stores_past_the_caches_have_the_same_bits(isa, which, out_dtype):
+def test_stores_past_the_caches_have_the_same_bits(which, out_dtype):
     """From 4 Mi elements on, an aligned `out` is written past the caches; one that is not aligned is not."""
-    sets = [Coefficients.at_step(ORDINARY, 3)]
+    sets = [Coefficients.at_step(USUAL, 3)]
     job = Job(which, [make_segment(i, 9001, Dtype.BFLOAT16, out_dtype, offsets=[4 * i]) for i in range(2)], sets)
     # The rest of the 4 Mi elements: one segment again and again, whose values are of no interest.
     filler = Job(which, [make_segment(2, 1 << 16, Dtype.BFLOAT16, out_dtype)])
     expected = job.expected()
     table = np.concatenate([job.table(), np.repeat(filler.table(), 64)])
-    native.run(which, table, coefficient_table(sets), isa=isa, threads=1)
-    job.check(expected)
+    for isa in native.available_isas():
+        job.reset()
+        native.run(which, table, coefficient_table(sets), isa=isa, threads=1)
+        job.check(expected, f" with {isa}")
 
 
 @pytest.mark.parametrize("which", [Pass.COMMIT_AND_SPECULATE, Pass.NORM], ids=lambda which: which.name)
 def test_doubles_over_several_chunks(which):
     """fp64 has one kernel for all instruction sets; the oracle takes too long for it to draw such lengths."""
-    sets = [Coefficients.at_step(ORDINARY, step, 0.37, double=True) for step in (8, 7)]
+    sets = [Coefficients.at_step(USUAL, step, 0.37, double=True) for step in (8, 7)]
     out_dtype = Dtype.NONE if which is Pass.NORM else Dtype.FLOAT64
     segment = make_segment(3, formula.CHUNK + 21, Dtype.FLOAT64, out_dtype, kinds=[Magnitudes.WIDE], norm=True)
     segment.accepted_coefficients = 1
-    check_against_oracle(Job(which, [segment], sets), "scalar")
+    Job(which, [segment], sets).check_everywhere()
 
 
 def test_empty_jobs_do_nothing(isa):

@@ -142,35 +142,23 @@ def test_stores_past_the_caches_touch_no_byte_outside(isa, which, at_end):
     assert exit_code_of_child(work) == 0
 
 
-def read_beyond_the_end(guards: Guards) -> None:
-    guards.prepare(Pass.NORM)
-    table = guards.table(33, Dtype.BFLOAT16, Dtype.NONE, norm=True, at_end=True)
-    table["length"] += 1
-    native.run(Pass.NORM, table, isa="scalar", threads=1)
-
-
-def read_before_the_beginning(guards: Guards) -> None:
-    guards.prepare(Pass.NORM)
-    table = guards.table(33, Dtype.BFLOAT16, Dtype.NONE, norm=True, at_end=False)
-    table["gradient"] -= 1
-    native.run(Pass.NORM, table, isa="scalar", threads=1)
-
-
-def write_to_a_read_only_array(guards: Guards) -> None:
-    guards.prepare(Pass.SPECULATE)
-    table = guards.table(33, Dtype.FLOAT32, Dtype.FLOAT32, norm=False, at_end=True)
-    native.run(Pass.UPDATE, table, coefficient_table(), isa="scalar", threads=1)
-
-
 @pytest.mark.parametrize(
-    "violate",
-    [read_beyond_the_end, read_before_the_beginning, write_to_a_read_only_array],
-    ids=lambda violate: violate.__name__,
+    ("which", "prepared", "name", "change", "at_end"),
+    [
+        pytest.param(Pass.NORM, Pass.NORM, "length", 1, True, id="read beyond the end"),
+        pytest.param(Pass.NORM, Pass.NORM, "gradient", -1, False, id="read before the beginning"),
+        pytest.param(Pass.UPDATE, Pass.SPECULATE, "length", 0, True, id="write to a read-only array"),
+    ],
 )
-def test_the_guards_catch(violate):
+def test_the_guards_catch(which, prepared, name, change, at_end):
     def work():
         faulthandler.disable()  # this crash is wanted: no report, no core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        violate(Guards())
+        guards = Guards()
+        guards.prepare(prepared)
+        out = Dtype.NONE if which is Pass.NORM else Dtype.BFLOAT16
+        table = guards.table(33, Dtype.BFLOAT16, out, norm=which is Pass.NORM, at_end=at_end)
+        table[name] = int(table[name][0]) + change
+        native.run(which, table, coefficient_table(), isa="scalar", threads=1)
 
     assert exit_code_of_child(work) == -signal.SIGSEGV

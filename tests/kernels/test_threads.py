@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -13,13 +14,12 @@ import numpy as np
 import pytest
 from support.children import exit_code_of_child
 from support.kernel_arrays import Job, make_segment
-from support.strategies import Magnitudes
+from support.strategies import USUAL, Magnitudes
 
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 
-HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 CHUNKS_PER_THREAD = 16  # of cpu/run.c: shorter jobs do not wake another thread
 
 
@@ -28,7 +28,7 @@ def make_job(*lengths: int, which: Pass = Pass.UPDATE) -> Job:
         make_segment(i, length, Dtype.BFLOAT16, Dtype.BFLOAT16, kinds=[Magnitudes.WIDE, Magnitudes.ORDINARY], norm=True)
         for i, length in enumerate(lengths)
     ]
-    return Job(which, segments, [Coefficients.at_step(HYPER, 2)])
+    return Job(which, segments, [Coefficients.at_step(USUAL, 2)])
 
 
 def lengths_for(threads: int) -> tuple[int, ...]:
@@ -46,13 +46,13 @@ def threads_now() -> set[int]:
 
 
 @pytest.mark.parametrize("which", [Pass.UPDATE, Pass.NORM], ids=lambda which: which.name)
-def test_any_number_of_threads_gives_the_same_bits(isa, which):
-    lengths = lengths_for(7)
-    expected = make_job(*lengths, which=which).expected()
-    for threads in (1, 2, 3, 7):
-        job = make_job(*lengths, which=which)
+def test_any_number_of_threads_gives_the_same_bits(which):
+    job = make_job(*lengths_for(7), which=which)
+    expected = job.expected()
+    for isa, threads in itertools.product(native.available_isas(), (1, 2, 3, 7)):
+        job.reset()
         job.run(isa, threads)
-        job.check(expected)
+        job.check(expected, f" with {threads} threads and {isa}")
 
 
 def test_as_many_threads_join_as_a_job_is_long():
@@ -135,18 +135,16 @@ def test_signals_stay_with_the_threads_of_the_program():
     assert exit_code_of_child(work) == 0
 
 
-def test_concurrent_callers_get_right_results(isa):
-    lengths = lengths_for(3)
-    expected = make_job(*lengths).expected()
-
-    def run_one(threads):
-        job = make_job(*lengths)
-        job.run(isa, threads)
-        return job
-
+def test_concurrent_callers_get_right_results():
+    jobs = [make_job(*lengths_for(3)) for _ in range(8)]
+    expected = jobs[0].expected()
     with ThreadPoolExecutor(4) as callers:
-        for job in callers.map(run_one, [1, 2, 3, 3, 2, 1, 3, 3]):
-            job.check(expected)
+        for isa in native.available_isas():
+            for job in jobs:
+                job.reset()
+            list(callers.map(Job.run, jobs, [isa] * 8, [1, 2, 3, 3, 2, 1, 3, 3]))
+            for job in jobs:
+                job.check(expected, f" with {isa}")
 
 
 def test_callers_that_wait_for_their_jobs_at_once_all_wake():

@@ -81,9 +81,7 @@ def test_speculation_is_invisible_and_rollback_gives_gradients_back(dtype, spoil
     twin.step()
     assert str(optimizer.last_outcome) == str(twin.last_outcome)  # where nan equals nan
     assert visible(optimizer) == visible(twin)
-    for one in (optimizer, twin):
-        train(one, 3)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 3, speculative=False)
 
 
 QUESTIONS: dict[str, Callable[[SpeculativeCPUAdam], object]] = {
@@ -171,20 +169,6 @@ def test_commit_leaves_the_norm_of_the_open_step_alone(dtype: torch.dtype, reads
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("limit", [None, math.inf, 0.5, 0.0])
-def test_speculate_and_resolve_are_a_step(dtype: torch.dtype, limit: float | None) -> None:
-    optimizer, twin = make(dtype, max_grad_norm=limit), make(dtype, max_grad_norm=limit)
-    for seed in range(4):
-        train(twin, seed)
-        speculate(optimizer, seed)
-        assert optimizer.resolve() == optimizer.last_outcome == twin.last_outcome
-        assert shown(optimizer) == shown(twin)
-        optimizer.zero_grad()
-    assert visible(optimizer) == visible(twin)
-    assert optimizer.last_outcome.kind is (StepKind.CLIPPED if limit in (0.5, 0.0) else StepKind.COMMITTED)
-
-
 @pytest.mark.parametrize("through", ["step", "resolve"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_on_nonfinite_raise(through: str, is_open: bool) -> None:
@@ -252,6 +236,13 @@ def _first_gradient(edit: Callable[[Any], object]) -> Callable[[SpeculativeCPUAd
     return lambda optimizer: edit(parameters_of(optimizer)[0])
 
 
+def _put_back(one: Any) -> None:
+    """Put the handle of a gradient that was given back into `.grad` again."""
+    handle = one.grad
+    handle.add_(0.25)
+    one.grad = handle
+
+
 FATES: dict[str, tuple[Callable[[SpeculativeCPUAdam], object], tuple[int, int, int]]] = {
     "accepted": (lambda optimizer: None, (2, 0, 0)),
     "one was written to": (_written, (1, 1, 0)),
@@ -261,6 +252,7 @@ FATES: dict[str, tuple[Callable[[SpeculativeCPUAdam], object], tuple[int, int, i
     "torch's limit": (lambda optimizer: torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.5), (0, 2, 0)),
     "one without gradient": (_first_gradient(lambda one: setattr(one, "grad", None)), (1, 0, 1)),
     "one was edited": (_first_gradient(lambda one: one.grad.add_(0.25)), (1, 0, 1)),
+    "one was edited and put back": (_first_gradient(_put_back), (1, 0, 1)),
     "one was replaced": (_first_gradient(lambda one: setattr(one, "grad", torch.ones_like(one))), (1, 0, 1)),
     "one was scaled": (_first_gradient(lambda one: one.grad.mul_(0.5)), (1, 1, 0)),
     "one is NaN": (_first_gradient(lambda one: one.grad.mul_(math.nan)), (0, 0, 2)),
@@ -286,22 +278,6 @@ def test_statistics_tell_what_became_of_speculation(fate: str) -> None:
     counts = optimizer.statistics
     assert (counts.accepted, counts.respeculated, counts.dropped) == expected
     assert visible(optimizer) == visible(twin)
-
-
-# -- hyper-parameters between the parts of a step ----------------------------------------------------------------------
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(change))
-def test_hyperparameters_changed_after_the_verdict_do_not(dtype: torch.dtype, change: dict) -> None:
-    optimizer, twin = make(dtype), make(dtype)
-    for seed in range(2):  # the second step is accepted, not committed
-        train(optimizer, seed, speculative=True)
-        train(twin, seed)
-    for one in (optimizer, twin):
-        one.param_groups[0].update(change)
-    assert visible(optimizer) == visible(twin)
-    train_alike(optimizer, twin, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -334,14 +310,13 @@ def test_foreign_parameter_is_refused() -> None:
     with refused(optimizer, ValueError, "a parameter that is in no group"):
         optimizer.speculate([parameters_of(optimizer)[0], parameter(3)])
     optimizer.step()
-    assert optimizer.last_outcome is not None
 
 
 @pytest.mark.slow
-def test_thousands_of_tiny_parameters() -> None:
-    """3000 parameters of one element make the steps of one parameter of 3000."""
-    whole = SpeculativeCPUAdamW([parameter(3000)])
-    pieces = SpeculativeCPUAdamW([torch.nn.Parameter(piece) for piece in parameter(3000).detach().clone().split(1)])
+def test_more_than_a_thousand_tiny_parameters() -> None:
+    """3000 parameters of one element make the steps of one parameter of 1500."""
+    whole = SpeculativeCPUAdamW([parameter(1500)])
+    pieces = SpeculativeCPUAdamW([torch.nn.Parameter(piece) for piece in parameter(1500).detach().clone().split(1)])
     for seed in range(2):
         give_gradients(whole, seed)
         for one, piece in zip(parameters_of(pieces), parameters_of(whole)[0].grad.split(1), strict=True):
@@ -389,12 +364,13 @@ def test_limits_of_torch_and_of_the_optimizer(dtype, limit, torchs, foreach):
         assert visible(optimizer) == visible(twin)
         assert coefficients[0] == coefficients[1]
         told, plain = optimizer.last_outcome, twin.last_outcome
-        assert told.clip_coefficient == pytest.approx(coefficients[0] * plain.clip_coefficient, rel=1e-2)
+        rel = 1e-2 if dtype.itemsize == 2 else 1e-5  # torch rounds what it has clipped
+        assert told.clip_coefficient == pytest.approx(coefficients[0] * plain.clip_coefficient, rel=rel)
         assert told.kind is (StepKind.CLIPPED if told.clip_coefficient != 1.0 else StepKind.COMMITTED)
         if coefficients[0] == 1.0:
             assert told == plain
         else:
-            assert told.grad_norm == pytest.approx(plain.grad_norm / coefficients[0], rel=1e-2)
+            assert told.grad_norm == pytest.approx(plain.grad_norm / coefficients[0], rel=rel)
 
 
 @EACH_DTYPE
@@ -419,67 +395,51 @@ def test_factors_of_each_layer(dtype: torch.dtype, limit: float | None, factors:
             assert told == plain
 
 
-@pytest.mark.parametrize("speculative", [False, True])
-def test_outcome_tells_the_whole_coefficient(speculative: bool) -> None:
-    """Of exact numbers: gradients of norm 8, which torch clips to about 4, and the optimizer to 1."""
-    optimizer = SpeculativeCPUAdam([torch.nn.Parameter(torch.zeros(64))], max_grad_norm=1.0)
-    (one,) = parameters_of(optimizer)
-    one.grad = torch.ones(64)
-    if speculative:
-        optimizer.speculate()
-    torch.nn.utils.clip_grad_norm_([one], 4.0)
-    optimizer.step()
-    outcome = optimizer.last_outcome
-    assert outcome.kind is StepKind.CLIPPED
-    if speculative:
-        assert outcome.grad_norm == 8.0
-        assert outcome.clip_coefficient == pytest.approx(1 / 8, rel=1e-5)
-    else:  # only what it did itself
-        assert outcome.grad_norm == pytest.approx(4.0, rel=1e-5)
-        assert outcome.clip_coefficient == pytest.approx(1 / 4, rel=1e-5)
-
-
-BAD_LIMITS = [-1.0, math.nan, -math.inf, "one", 1j, torch.ones(2)]
-
-
-@pytest.mark.parametrize("value", BAD_LIMITS, ids=str)
-def test_bad_limit_is_refused(value: object) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_grad_norm", value) for value in (-1.0, math.nan, -math.inf, "one", 1j, torch.ones(2))),
+        *(("on_nonfinite", value) for value in ("ignore", None, True, 3)),
+    ],
+    ids=str,
+)
+def test_bad_limit_is_refused(name: str, value: object) -> None:
     optimizer = make(max_grad_norm=2.0)
-    with refused(optimizer, ValueError, "max_grad_norm is .*expected a number of at least 0"):
-        optimizer.max_grad_norm = value
-    with refused(optimizer, ValueError, "max_norm is .*expected a number of at least 0"):
-        optimizer.clip_grad_norm_(value)
-    with pytest.raises(ValueError, match="max_grad_norm is"):
-        make(max_grad_norm=value)
-    assert optimizer.max_grad_norm == 2.0
-
-
-@pytest.mark.parametrize("value", ["ignore", None, True, 3])
-def test_bad_on_nonfinite_is_refused(value: object) -> None:
-    optimizer = make()
-    with refused(optimizer, ValueError, "expected 'skip' or 'raise'"):
-        optimizer.on_nonfinite = value
-    with pytest.raises(ValueError, match="on_nonfinite"):
-        make(on_nonfinite=value)
-    assert optimizer.on_nonfinite == "skip"
+    sentence = f"is .*expected {'a number of at least 0' if name == 'max_grad_norm' else '.skip. or .raise.'}"
+    with refused(optimizer, ValueError, f"{name} {sentence}"):
+        setattr(optimizer, name, value)
+    with pytest.raises(ValueError, match=f"{name} {sentence}"):
+        make(**{name: value})
+    if name == "max_grad_norm":
+        with refused(optimizer, ValueError, f"max_norm {sentence}"):
+            optimizer.clip_grad_norm_(value)
+    assert (optimizer.max_grad_norm, optimizer.on_nonfinite) == (2.0, "skip")
 
 
 # -- hyper-parameters --------------------------------------------------------------------------------------------------
 
 BAD_VALUES = {
-    "lr": [-1.0, math.nan, math.inf, "high", None, torch.ones(2), torch.tensor(math.nan)],
-    "betas": [(1.0, 0.9), (0.9, -0.1), (math.nan, 0.9), 0.9, (0.9,), (0.9, 0.9, 0.9), None, ("a", "b")],
-    "eps": [-1e-8, math.nan, math.inf, None, [1]],
+    "lr": [-1.0, math.nan, math.inf, "0.1", None, 10**400, torch.ones(2), torch.tensor(math.nan)],
+    "betas": [(1.0, 0.9), (0.9, -0.1), (math.nan, 0.9), 0.9, (0.9,), (0.9, 0.9, 0.9), None, (0.9, "b")],
+    "eps": [-1e-8, math.nan, math.inf, None, [1], torch.tensor(1j), 10**5000],
     "weight_decay": [-0.1, math.nan, math.inf, None, 1j],
+    "amsgrad": ["no"],
+    "maximize": [torch.tensor(True)],
+    "decoupled_weight_decay": [0.5],
 }
+BAD_VALUES["lr"] += [torch.ones((), device="meta"), torch.zeros(200, 200)]
+BAD_VALUES["betas"] += [[torch.ones(100)] * 100]
 BAD_PAIRS = [(key, value) for key, values in BAD_VALUES.items() for value in values]
 
 
-@pytest.mark.parametrize(("key", "value"), BAD_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("key", "value"), BAD_PAIRS, ids=lambda value: value if isinstance(value, str) else type(value).__name__
+)
 @pytest.mark.parametrize("is_open", [False, True])
 def test_bad_hyperparameter_is_refused(key: str, value: object, is_open: bool) -> None:
-    with pytest.raises(ValueError, match=r"expected|must be"):
+    with pytest.raises(ValueError, match=r"Invalid .*(expected|must be)") as caught:
         make(**{key: value})
+    assert len(str(caught.value)) < 200
     optimizer = trained(make(torch.bfloat16), [1])
     give_gradients(optimizer, 2, speculative=is_open)
     with refused(optimizer, ValueError, r"expected|must be"):

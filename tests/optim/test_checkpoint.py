@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, through_disk, trained
+from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, through_disk, train_alike, trained
 from support.visible import (
     are_taken,
     bits,
@@ -82,17 +82,13 @@ LACKS = "lacks .*load what optimizer.state_dict"
 DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "None": (lambda saved: None, "is a NoneType, expected a dict"),
     "a list": (lambda saved: [saved], "is a list, expected a dict"),
-    "a path": (lambda saved: "checkpoint.pt", "is a str, expected a dict"),
-    "a number": (lambda saved: 3, "is a int, expected a dict"),
     "empty": (lambda saved: {}, LACKS),
     "of a model": (lambda saved: torch.nn.Linear(2, 2).state_dict(), LACKS),
     "groups alone": (lambda saved: {"param_groups": saved["param_groups"]}, LACKS),
     "state alone": (lambda saved: {"state": saved["state"]}, LACKS),
     "wrapped": (lambda saved: {"optimizer": saved}, LACKS),
     "SGD": (_of(torch.optim.SGD, momentum=0.9), "group 0 of the state dict lacks betas, eps"),
-    "plain SGD": (_of(torch.optim.SGD), "group 0 of the state dict lacks betas, eps"),
     "RMSprop": (_of(torch.optim.RMSprop), "group 0 of the state dict lacks betas"),
-    "Adagrad": (_of(torch.optim.Adagrad), "group 0 of the state dict lacks betas"),
     "Adamax": (_of(torch.optim.Adamax), "lacks exp_avg_sq, expected"),
     "groups as dict": (lambda saved: {**saved, "param_groups": {}}, "param_groups .* is no list of dicts with params"),
     "group of numbers": (lambda saved: {**saved, "param_groups": [3]}, "is no list of dicts with params"),
@@ -103,16 +99,12 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
         "has 2 parameter groups, expected 1",
     ),
     "one parameter too many": (_group(params=[0, 1, 2]), "has 3 parameters in group 0, expected 2"),
-    "one parameter too few": (_group(params=[0]), "has 1 parameters in group 0, expected 2"),
     "group without lr": (_group(lr=None), "group 0 of the state dict lacks lr"),
     "NaN in lr": (_group(lr=math.nan), "lr is nan"),
-    "lr of two elements": (_group(lr=torch.ones(2)), "must be 1-element"),
     "lr of several lines": (_group(lr=np.ones((2, 1))), "Invalid lr: a ndarray; expected"),
-    "betas of one": (_group(betas=(0.9,)), r"Invalid betas: \(0.9,\)"),
     "beta of 1": (_group(betas=(0.9, 1.0)), "Invalid beta parameter at index 1"),
     "state as list": (lambda saved: {**saved, "state": [3]}, "state of the state dict is a list, expected a dict"),
     "entry as list": (lambda saved: {**saved, "state": {1: [3]}}, "the state of parameter 1 of group 0 is a list"),
-    "entry None": (lambda saved: {**saved, "state": {1: None}}, "the state of parameter 1 of group 0 is a NoneType"),
     "id twice": (_group(params=[1, 1]), "lists a parameter twice"),
     "ids as tensors": (
         _group(params=[torch.tensor(0), torch.tensor(1)]),
@@ -125,7 +117,6 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     ),
     "what cannot be copied": (_group(extra=(one for one in "ab")), r"holds what cannot be copied \(TypeError\)"),
     "flag in words": (_group(amsgrad="no"), "Invalid amsgrad: 'no'; expected True or False"),
-    "eps in words": (_group(eps="1e-8"), "Invalid eps: '1e-8'; expected a number"),
     "entry of nobody": (lambda saved: {**saved, "state": {7: saved["state"][0]}}, "state for parameter 7, which none"),
     "swapped": (lambda saved: {**saved, "state": {0: saved["state"][1]}}, r"shape \(2, 64\), expected .*\(64,\)"),
     "no exp_avg": (_entry(exp_avg=None), "lacks exp_avg, expected"),
@@ -156,11 +147,11 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-@pytest.mark.parametrize("is_open", [False, True], ids=["", "open"])
-def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) -> None:
+def test_damaged_or_foreign_state_dict_is_refused(damage: str) -> None:
     spoil, sentence = DAMAGED[damage]
     saved = copy.deepcopy(trained(make()).state_dict())
-    for optimizer in (make(), trained(make(torch.bfloat16, moments="bf16", master="24bit"), range(5, 7))):
+    of_some_steps = trained(make(torch.bfloat16, moments="bf16", master="24bit"), range(5, 7))
+    for optimizer, is_open in ((make(), False), (of_some_steps, True)):
         if is_open:
             speculate(optimizer, 9)
         with refused(optimizer, ValueError, sentence):
@@ -205,37 +196,30 @@ def test_what_is_refused_of_a_state_dict_is_refused_of_the_state_itself(edit: st
     assert visible(optimizer) == visible(twin)
 
 
-@pytest.mark.parametrize("key", ["capturable", "differentiable"])
-@pytest.mark.parametrize("value", [True, "junk"])
-def test_how_the_steps_of_a_checkpoint_were_computed_is_not_loaded(key: str, value: Any) -> None:
-    """As on a GPU: torch loads on the CPU what is saved then."""
+NAMES = [None, "ab", ["a"], [1, 2], torch.ones(2), {"a": 1, "b": 2}, 5]
+WITHOUT_MEANING = [(key, value) for key in ("capturable", "differentiable") for value in (True, "junk")]
+WITHOUT_MEANING += [("param_names", names) for names in NAMES]
+
+
+@pytest.mark.parametrize(("key", "value"), WITHOUT_MEANING)
+def test_how_steps_were_computed_and_names_that_do_not_fit_change_nothing(key: str, value: Any) -> None:
+    """As on a GPU: torch loads on the CPU what is saved then. Names are carried along."""
     saved = copy.deepcopy(trained(make(cls=torch.optim.AdamW)).state_dict())
     optimizer, twin = make(), make()
     twin.load_state_dict(saved)
     saved["param_groups"][0][key] = value
     optimizer.load_state_dict(saved)
-    for one in (optimizer, twin):
-        trained(one)
-    assert visible(optimizer) == visible(twin)
-    reference = make(cls=torch.optim.AdamW)
-    reference.load_state_dict(optimizer.torch_state_dict())
-    trained(reference)
-
-
-@pytest.mark.parametrize("names", [None, "ab", ["a"], [1, 2], torch.ones(2), {"a": 1, "b": 2}, 5])
-def test_names_that_fit_no_parameters_are_only_carried_along(names: Any) -> None:
-    saved = copy.deepcopy(trained(make()).state_dict())
-    optimizer, twin = make(), make()
-    twin.load_state_dict(saved)
-    saved["param_groups"][0]["param_names"] = names
-    optimizer.load_state_dict(saved)
-    for one in (optimizer, twin):
-        trained(one)
-    assert state_bits(optimizer) == state_bits(twin)
-    give_gradients(optimizer, 3)
-    parameters_of(optimizer)[1].grad.data = torch.ones(3)
-    with pytest.raises(ValueError, match="the gradient of parameter 1 of group 0 has shape"):
-        optimizer.step()
+    assert state_bits(trained(optimizer)) == state_bits(trained(twin))
+    if key == "param_names":
+        give_gradients(optimizer, 3)
+        parameters_of(optimizer)[1].grad.data = torch.ones(3)
+        with pytest.raises(ValueError, match="the gradient of parameter 1 of group 0 has shape"):
+            optimizer.step()
+    else:
+        assert visible(optimizer)["groups"] == visible(twin)["groups"]
+        reference = make(cls=torch.optim.AdamW)
+        reference.load_state_dict(optimizer.torch_state_dict())
+        trained(reference)
 
 
 def test_state_is_loaded_while_parameters_have_no_memory() -> None:
@@ -246,9 +230,7 @@ def test_state_is_loaded_while_parameters_have_no_memory() -> None:
     optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
     second.untyped_storage().resize_(size)
     copy_weights(optimizer, source)
-    for one in (optimizer, source):
-        trained(one, range(2, 4))
-    assert visible(optimizer) == visible(source)
+    train_alike(optimizer, source, *range(2, 4), speculative=False)
 
 
 def test_hook_that_returns_no_state_dict() -> None:
@@ -262,19 +244,6 @@ def test_hook_that_returns_no_state_dict() -> None:
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
-
-
-def test_other_weights_loaded_after_the_optimizer_win() -> None:
-    """Where they differ: a master that an element of the model still shows is kept."""
-    optimizer, fresh = trained(make(torch.bfloat16)), make(torch.bfloat16)
-    fresh.load_state_dict(through_disk(optimizer.state_dict()))
-    copy_weights(fresh, optimizer)
-    for one in (optimizer, fresh):
-        with torch.no_grad():
-            parameters_of(one)[0][:30] = 7.0
-        trained(one, range(2, 3))
-    assert state_bits(fresh) == state_bits(optimizer)
-    assert (parameters_of(fresh)[0][:30] - 7.0).abs().max() < 1.0
 
 
 def _with_scheduler(optimizer: Any, saved: Any) -> None:
@@ -314,9 +283,7 @@ def test_weights_that_are_loaded_late_meet_the_loaded_masters(between: str, step
     if between == "a group":
         _with_frozen(source)
     copy_weights(fresh, source)
-    for one in (source, fresh):
-        trained(one, range(4, 6))
-    assert visible(fresh) == visible(source)
+    train_alike(source, fresh, *range(4, 6), speculative=False)
 
 
 class Loading:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import decimal
 import fractions
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -51,81 +52,56 @@ class Uncopied:
         raise KeyError
 
 
-JUNK: dict[str, Callable[[], Any]] = {
-    "None": lambda: None,
-    "True": lambda: True,
-    "False": lambda: False,
-    "0": lambda: 0,
-    "1": lambda: 1,
-    "3": lambda: 3,
-    "-1": lambda: -1,
-    "0.5": lambda: 0.5,
-    "2.0": lambda: 2.0,
-    "-0.0": lambda: -0.0,
-    "inf": lambda: float("inf"),
-    "nan": lambda: float("nan"),
-    "complex": lambda: 1j,
-    "2**60": lambda: 2**60,
-    "huge": lambda: 10**400,
-    "beyond printing": lambda: -(10**5000),
-    "fraction": lambda: fractions.Fraction(1, 2),
-    "decimal": lambda: decimal.Decimal("0.5"),
-    "numpy float": lambda: np.float32(0.25),
-    "numpy integer": lambda: np.int64(2),
-    "numpy bool": lambda: np.bool_(True),
-    "numpy array": lambda: np.ones((8, 16), np.float32),
-    "text": lambda: "exp_avg",
-    "number in text": lambda: "0.5",
-    "long text": lambda: "lines\n" * 1000,
-    "bytes": lambda: b"1",
-    "list": lambda: [0.5, 0.5],
-    "long list": lambda: [torch.ones(1000)] * 1000,
-    "tuple": lambda: (0.5, torch.tensor(0.25)),
-    "dict": dict,
-    "dict of junk": lambda: {1: torch.ones(1000), "lr": None},
-    "ordered dict": lambda: OrderedDict(params=[0], lr=1),
-    "read-only dict": lambda: MappingProxyType({"params": [0]}),
-    "set": lambda: {0, 1},
-    "range": lambda: range(3),
-    "generator": lambda: (one for one in [0, 1]),
-    "lock": threading.Lock,
-    "object": object,
-    "uncopied": Uncopied,
-    "type": lambda: torch.Tensor,
-    "function": lambda: torch.zeros,
-    "device": lambda: torch.device("cpu"),
-    "module": lambda: torch.nn.Linear(2, 2),
-    "0-dim tensor": lambda: torch.tensor(0.5),
-    "fp64 tensor": lambda: torch.tensor(2.0, dtype=torch.float64),
-    "int tensor": lambda: torch.tensor([3]),
-    "bool tensor": lambda: torch.tensor(True),
-    "NaN tensor": lambda: torch.tensor(float("nan")),
-    "negative tensor": lambda: torch.tensor(-1.0),
-    "complex tensor": lambda: torch.tensor(0.5 + 0j),
-    "complex moments": lambda: torch.ones(8, 16) * 1j,
-    "meta scalar": lambda: torch.ones((), device="meta"),
-    "meta": lambda: torch.ones(8, 16, device="meta"),
-    "sparse scalar": lambda: torch.tensor(1.0).to_sparse(),
-    "sparse": lambda: torch.ones(8, 16).to_sparse(),
-    "sparse rows": lambda: torch.ones(8, 16).to_sparse_csr(),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(16)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(16)], layout=torch.jagged),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(8, 16), 1.0, 0, torch.qint8),
-    "float8": lambda: torch.ones(8, 16).to(torch.float8_e4m3fn),
-    "fp64 moments": lambda: torch.ones(8, 16, dtype=torch.float64),
-    "bf16 moments": lambda: torch.ones(8, 16, dtype=torch.bfloat16),
-    "int moments": lambda: torch.ones(8, 16, dtype=torch.int32),
-    "negative moments": lambda: -torch.ones(8, 16),
-    "infinite moments": lambda: torch.full((8, 16), float("inf")),
-    "columns": lambda: torch.ones(16, 8).t(),
-    "expanded": lambda: torch.ones(1, 1).expand(8, 16),
-    "with a graph": lambda: torch.ones(8, 16, requires_grad=True) * 2,
-    "scalar with a graph": lambda: torch.ones((), requires_grad=True) * 2,
-    "freed": lambda: _freed(torch.ones(8, 16)),
-    "empty": lambda: torch.empty(0),
-    "large": lambda: torch.ones(100, 100),
-    "many dimensions": lambda: torch.ones((1,) * 40),
-}
+NUMBERS = [0, 1, 3, -1, 0.5, 2.0, -0.0, math.inf, math.nan, 1j, 2**60, 10**400, -(10**5000)]
+OTHER_NUMBERS = [fractions.Fraction(1, 2), decimal.Decimal("0.5"), np.float32(0.25), np.int64(2), np.bool_(True)]
+TEXTS = ["exp_avg", "0.5", "lines\n" * 1000, b"1"]
+THINGS = [None, True, False, object(), Uncopied(), torch.Tensor, torch.zeros, torch.device("cpu"), range(3)]
+
+JUNK: list[Callable[[], Any]] = [
+    *(lambda value=value: value for value in (*NUMBERS, *OTHER_NUMBERS, *TEXTS, *THINGS)),
+    lambda: np.ones((8, 16), np.float32),
+    lambda: [0.5, 0.5],
+    lambda: [torch.ones(1000)] * 1000,
+    lambda: (0.5, torch.tensor(0.25)),
+    dict,
+    lambda: {1: torch.ones(1000), "lr": None},
+    lambda: OrderedDict(params=[0], lr=1),
+    lambda: MappingProxyType({"params": [0]}),
+    lambda: {0, 1},
+    lambda: (one for one in [0, 1]),
+    threading.Lock,
+    lambda: torch.nn.Linear(2, 2),
+    lambda: torch.tensor(0.5),
+    lambda: torch.tensor(2.0, dtype=torch.float64),
+    lambda: torch.tensor([3]),
+    lambda: torch.tensor(True),
+    lambda: torch.tensor(float("nan")),
+    lambda: torch.tensor(-1.0),
+    lambda: torch.tensor(0.5 + 0j),
+    lambda: torch.ones(8, 16) * 1j,
+    lambda: torch.ones((), device="meta"),
+    lambda: torch.ones(8, 16, device="meta"),
+    lambda: torch.tensor(1.0).to_sparse(),
+    lambda: torch.ones(8, 16).to_sparse(),
+    lambda: torch.ones(8, 16).to_sparse_csr(),
+    lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(16)]),
+    lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(16)], layout=torch.jagged),
+    lambda: torch.quantize_per_tensor(torch.ones(8, 16), 1.0, 0, torch.qint8),
+    lambda: torch.ones(8, 16).to(torch.float8_e4m3fn),
+    lambda: torch.ones(8, 16, dtype=torch.float64),
+    lambda: torch.ones(8, 16, dtype=torch.bfloat16),
+    lambda: torch.ones(8, 16, dtype=torch.int32),
+    lambda: -torch.ones(8, 16),
+    lambda: torch.full((8, 16), float("inf")),
+    lambda: torch.ones(16, 8).t(),
+    lambda: torch.ones(1, 1).expand(8, 16),
+    lambda: torch.ones(8, 16, requires_grad=True) * 2,
+    lambda: torch.ones((), requires_grad=True) * 2,
+    lambda: _freed(torch.ones(8, 16)),
+    lambda: torch.empty(0),
+    lambda: torch.ones(100, 100),
+    lambda: torch.ones((1,) * 40),
+]
 
 
 def _freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,19 +184,9 @@ def _split(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: An
     saved["param_groups"] = [{**group, "params": [one]} for group, one in every]
 
 
-def _names(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
-    for group in _groups(saved):
-        group["param_names"] = junk
-
-
-def _flags(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
-    for group in _groups(saved):
-        group.update(capturable=junk, differentiable=True, foreach=junk, fused=True)
-
-
 MUTATIONS = 2 * [*4 * [_replace], *2 * [_exchange], _remove, _add, _rename, _new_key, _copy]
-MUTATIONS += [_reverse, _rename_ids, _merge, _split, _names, _flags]
-Mutation = tuple[Callable[..., None], int, int, str]
+MUTATIONS += [_reverse, _rename_ids, _merge, _split]
+Mutation = tuple[Callable[..., None], int, int, Callable[[], Any]]
 
 
 def damaged(saved: dict, mutations: list[Mutation]) -> dict:
@@ -228,7 +194,7 @@ def damaged(saved: dict, mutations: list[Mutation]) -> dict:
         places = _nodes(saved)
         if places:
             try:
-                mutate(saved, places[first % len(places)], places[second % len(places)], JUNK[junk]())
+                mutate(saved, places[first % len(places)], places[second % len(places)], junk())
             except (AttributeError, IndexError, KeyError, TypeError, ValueError):
                 continue  # an unhashable key, or what an earlier mutation has spoiled
     return saved
@@ -300,7 +266,7 @@ def check_refusal(error: ValueError) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5 * settings().max_examples)
+@settings(max_examples=3 * settings().max_examples)
 @given(
     cls=st.sampled_from(sorted(PAIRS, key=str)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -308,13 +274,11 @@ def check_refusal(error: ValueError) -> None:
     is_of_torch=st.booleans(),
     is_open=st.booleans(),
     mutations=st.lists(
-        st.tuples(st.sampled_from(MUTATIONS), st.integers(0, 99), st.integers(0, 99), st.sampled_from(sorted(JUNK))),
+        st.tuples(st.sampled_from(MUTATIONS), st.integers(0, 99), st.integers(0, 99), st.sampled_from(JUNK)),
         max_size=3,
     ),
 )
-def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(
-    cls: Any, dtype: torch.dtype, amsgrad: bool, is_of_torch: bool, is_open: bool, mutations: list[Mutation]
-) -> None:
+def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad, is_of_torch, is_open, mutations):
     source = make(PAIRS[cls] if is_of_torch else cls, dtype, amsgrad=amsgrad)
     for seed in range(2):
         train(source, seed)

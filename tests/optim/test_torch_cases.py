@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 from typing import Any
 
 import pytest
 import torch
+from support.optimizers import make, trained
 from support.visible import bits, give_gradients, parameter, parameters_of, state_bits, train
 from torch.testing._internal.common_optimizers import (
+    optim_db,
     optim_error_inputs_func_adam,
     optim_error_inputs_func_adamw,
     optim_inputs_func_adam,
@@ -131,3 +134,67 @@ def test_bad_input_is_refused_as_by_torch(name: str, index: int, dtype: torch.dt
     for cls in (theirs, ours):
         with expect(case.error_type, match=case.error_regex):
             cls(params, **given.kwargs)
+
+
+@ACCEPTED
+@pytest.mark.parametrize("dimensions", [0, 1, 2])
+def test_tensor_lr_of_any_shape(name: str, description: str, dimensions: int) -> None:
+    options = options_of(name)[description]
+    optimizer, twin = (
+        make(cls=CASES[name][0], **options | {"lr": lr}) for lr in (0.01, torch.full((1,) * dimensions, 0.01))
+    )
+    twin.param_groups[0]["lr"] = twin.param_groups[0]["lr"].double()
+    twin.param_groups[0]["lr"].fill_(0.01)
+    assert state_bits(trained(optimizer)) == state_bits(trained(twin))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_gradients_are_refused(name: str) -> None:
+    """The optimizer can be made; a step needs values."""
+    optimizer = CASES[name][0]([torch.nn.Parameter(torch.ones(3, device="meta"))])
+    (p,) = parameters_of(optimizer)
+    optimizer.step()
+    p.grad = torch.ones_like(p)
+    for use in (optimizer.step, optimizer.speculate, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(ValueError, match="the gradient of parameter 0 of group 0 is on meta, expected values on"):
+            use()
+    p.grad = None
+    assert optimizer.state_dict()["state"] == {}
+
+
+@ACCEPTED
+def test_state_dict_is_older_than_any_of_the_later_flags(name: str, description: str) -> None:
+    (info,) = [one for one in optim_db if one.optim_cls is CASES[name][1]]
+    flags = [*info.not_og_supported_flags, "decoupled_weight_decay"]
+    source = trained(make(cls=CASES[name][0], **options_of(name)[description]))
+    for count in range(len(flags) + 1):
+        saved = copy.deepcopy(source.state_dict())
+        fresh, reference = (make(cls=cls, amsgrad=True) for cls in CASES[name][:2])
+        for flag in flags[:count]:
+            del saved["param_groups"][0][flag]
+        if count:
+            saved["state"][0]["step"] = int(saved["state"][0]["step"])  # a number then
+        fresh.load_state_dict(copy.deepcopy(saved))
+        reference.load_state_dict(saved)
+        assert {**fresh.param_groups[0], "params": 0} == {**reference.param_groups[0], "params": 0}
+        trained(fresh)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_state_dict_between_named_and_unnamed_parameters(name: str, is_named: bool) -> None:
+    """As torch: loaded names replace those there, and without any those there stay."""
+
+    def build(cls: type, named: bool) -> Any:
+        model = torch.nn.Linear(8, 8)
+        return cls(model.named_parameters() if named else model.parameters())
+
+    ours, theirs = CASES[name][:2]
+    for first, second in ((ours, ours), (theirs, ours), (ours, theirs)):
+        saved = trained(build(first, is_named)).state_dict()
+        fresh, reference = build(second, not is_named), build(theirs, not is_named)
+        for one in (fresh, reference):
+            one.load_state_dict(copy.deepcopy(saved))
+        assert fresh.param_groups[0].get("param_names") == reference.param_groups[0].get("param_names")
+        assert fresh.param_groups[0]["param_names"] == ["weight", "bias"]
+        trained(fresh)

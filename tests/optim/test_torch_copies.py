@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, make, through_disk, trained
+from support.optimizers import EACH_DTYPE, make, through_disk, train_alike, trained
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
 
@@ -43,6 +43,9 @@ def test_copies_continue_alike(dtype: torch.dtype, how: str, history: str, stora
         assert optimizer.state
     other = COPIES[how](optimizer)
     assert type(other) is type(optimizer)
+    assert [key for key in dir(other) if key[0] != "_"] == [key for key in dir(optimizer) if key[0] != "_"]
+    assert repr(other) == repr(optimizer)
+    assert other.defaults == optimizer.defaults
     assert (other.max_grad_norm, other.on_nonfinite) == (2.0, "raise")
     assert (other.moments, other.master) == (optimizer.moments, optimizer.master)
     assert (other.statistics, other.last_outcome) == (optimizer.statistics, optimizer.last_outcome)
@@ -60,9 +63,7 @@ def test_deepcopy_of_model_and_optimizer_together() -> None:
     train(optimizer, 1)
     other_model, other = copy.deepcopy((model, optimizer))
     assert all(p is q for p, q in zip(other_model.parameters(), parameters_of(other), strict=True))
-    for one in (optimizer, other):
-        train(one, 2)
-    assert visible(other) == visible(optimizer)
+    train_alike(optimizer, other, 2, speculative=False)
     assert bits(other_model.weight) == bits(model.weight)
 
 
@@ -117,6 +118,4 @@ def test_setstate_of_an_older_pickle() -> None:
     other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)
     other.__setstate__(pickle.loads(pickle.dumps(values)))
     assert (other.moments, other.master) == ("fp32", "fp32")
-    for one in (optimizer, other):
-        train(one, 2)
-    assert visible(other) == visible(optimizer)
+    train_alike(optimizer, other, 2, speculative=False)

@@ -63,12 +63,10 @@ def _advance(scheduler: Any) -> None:
 def test_schedulers(name: str, is_tensor: bool, speculative: bool) -> None:
     """Learning rates and betas are those that torch's AdamW gets, and the steps are made with them."""
     optimizer, reference, twin = make(lr=_lr(is_tensor)), make(cls=torch.optim.AdamW, lr=_lr(is_tensor)), make()
-    descent = make(cls=torch.optim.SGD, lr=_lr(is_tensor), momentum=0.9)
-    schedulers = [SCHEDULERS[name](one) for one in (optimizer, reference, descent)]
+    schedulers = [SCHEDULERS[name](one) for one in (optimizer, reference)]
     rates = set()
     for seed in range(5):
         train(reference, seed)
-        train(descent, seed)
         train(optimizer, seed, speculative=speculative)
         twin.param_groups[0].update({key: optimizer.param_groups[0][key] for key in ("lr", "betas")})
         twin.param_groups[0]["lr"] = float(twin.param_groups[0]["lr"])
@@ -78,14 +76,12 @@ def test_schedulers(name: str, is_tensor: bool, speculative: bool) -> None:
             _advance(scheduler)
         for key in ("lr", "betas"):
             assert optimizer.param_groups[0][key] == reference.param_groups[0][key]
-        assert optimizer.param_groups[0]["lr"] == descent.param_groups[0]["lr"]
-        if name in ("CyclicLR", "OneCycleLR"):
-            assert optimizer.param_groups[0]["betas"][0] == descent.param_groups[0]["momentum"]
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) is is_tensor
     assert state_bits(optimizer) == state_bits(twin)
     assert len(rates) > 1  # something was scheduled
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["float lr", "Tensor lr"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

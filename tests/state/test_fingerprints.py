@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import weakref
 from collections.abc import Callable
@@ -22,53 +21,6 @@ def make(count: int = 4) -> tuple[list[torch.Tensor], Fingerprints]:
 
 def rows(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
-
-
-def test_which_tensors_are_listed() -> None:
-    parameters, fingerprints = make()
-    assert fingerprints.are_of(list(parameters))
-    assert not fingerprints.are_of(parameters[::-1])
-    assert not fingerprints.are_of(parameters[:3])
-    assert not fingerprints.are_of([*parameters[:3], torch.zeros(3)])
-
-
-def test_a_write_is_hinted_until_it_is_noted() -> None:
-    parameters, fingerprints = make()
-    parameters[1].add_(1)
-    assert fingerprints.hints() == [1]
-    assert fingerprints.are_hinted([1]) == [True]
-    fingerprints.remember(1)
-    assert fingerprints.are_hinted([1]) == [False]
-    assert fingerprints.hints() == []
-
-
-def test_hints_seen_are_those_of_the_last_look() -> None:
-    parameters, fingerprints = make()
-    parameters[2].add_(1)
-    assert fingerprints.seen_hints(rows(1, 2)) == []
-    assert fingerprints.look() == []
-    assert fingerprints.seen_hints(rows(1, 2)) == [2]
-    assert fingerprints.seen_hints(rows(1, 3)) == []
-
-
-def test_distrust_is_seen_without_another_look() -> None:
-    for looks in (False, True):
-        _, fingerprints = make()
-        if looks:
-            fingerprints.look()
-        fingerprints.distrust(3)
-        assert fingerprints.seen_hints(rows(3, 0)) == [3]
-        assert fingerprints.hints() == [3]
-
-
-def test_other_data_is_moved_until_it_is_noted() -> None:
-    parameters, fingerprints = make()
-    parameters[0].data = torch.ones(3)
-    assert fingerprints.look() == [0]
-    assert fingerprints.is_moved(0)
-    assert fingerprints.are_hinted([0]) == [True]
-    fingerprints.remember(0)
-    assert fingerprints.look() == []
 
 
 def test_our_own_write_is_no_hint_but_hides_none() -> None:
@@ -285,9 +237,3 @@ def test_tensors_without_memory_or_storage_are_looked_at_all_the_same() -> None:
     tensors[3].data = torch.zeros(0)  # which has none
     assert fingerprints.look() == [2, 3]
     assert len(kept) == 1000
-
-
-def test_fingerprints_are_not_copied() -> None:
-    _, fingerprints = make()
-    with pytest.raises(TypeError, match="cannot be copied; make new ones of the copies"):
-        copy.deepcopy(fingerprints)

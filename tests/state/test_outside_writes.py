@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import DTYPES, EACH_DTYPE, trained
+from support.optimizers import DTYPES, EACH_DTYPE, train_alike, trained
 from support.reference import same_bits
 from support.strategies import Magnitudes, random_array
 from support.visible import bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
@@ -49,7 +49,6 @@ VERDICTS: dict[str, tuple[float, Callable[[SpeculativeCPUAdam], object]]] = {
 }
 
 
-@pytest.mark.covering(3)
 @EACH_DTYPE
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("verdict", VERDICTS)
@@ -69,9 +68,7 @@ def test_write_over_open_speculation(dtype, layout, verdict, steps_before, is_lo
         conclude(one)
         one.zero_grad()
     assert shown(optimizer) == shown(twin)
-    for one in (optimizer, twin):
-        train(one, 6, speculative=one is optimizer)
-    assert state_bits(optimizer) == state_bits(twin)
+    train_alike(optimizer, twin, 6)
 
 
 def _there_and_back(p: torch.Tensor) -> None:
@@ -204,24 +201,3 @@ def test_a_write_is_adopted_in_a_master_that_was_made_in_inference_mode() -> Non
         write(one)
         train(one, 2)
     assert state_bits(optimizer) == state_bits(twin)
-
-
-def test_state_that_was_made_in_inference_mode_counts_as_it_is_at_the_step() -> None:
-    """It counts no versions, so that nobody can tell whether it was written to in an open step."""
-
-    def moments(*, speculative: bool) -> tuple[list[float], int]:
-        one = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        optimizer = SpeculativeCPUAdam([one], lr=0.1)
-        one.grad = torch.ones_like(one)
-        optimizer.step()
-        with torch.inference_mode():
-            mine = optimizer.state[one]["exp_avg"] = torch.ones(3)
-        one.grad = torch.ones_like(one)
-        if speculative:
-            optimizer.speculate()
-        with torch.inference_mode():
-            mine.fill_(-5.0)
-        optimizer.step()
-        return one.tolist(), optimizer.statistics.accepted
-
-    assert moments(speculative=True) == moments(speculative=False)

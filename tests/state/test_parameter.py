@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, trained
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits, train
 from torch import Tensor
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam import SpeculativeCPUAdam
 from superadam.devices import PlainDevice
+from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState
+from superadam.state.table import ParameterTable
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -118,24 +119,6 @@ def test_nothing_belongs_to_the_graphs_of_autograd(dtype: torch.dtype, layout: s
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("with_max", [False, True])
-def test_state_is_created_once_and_from_the_present_value(dtype: torch.dtype, with_max: bool) -> None:
-    one = parameter(4, 5, dtype=dtype)
-    state = ParameterState(one, 0, "p")
-    assert not state.has_state
-    state.create_state(with_max=with_max)
-    assert state.has_state
-    assert (state.max_exp_avg_sq is not None) is with_max
-    assert (state.master is None) is (dtype in (torch.float32, torch.float64)) is state.is_own_master
-    if state.master is not None:
-        assert bits(state.master) == bits(one.float())
-    kept = [state.master, state.exp_avg, state.exp_avg_sq]
-    state.create_state(with_max=True)
-    assert all(map(operator.is_, [state.master, state.exp_avg, state.exp_avg_sq], kept))
-    assert state.max_exp_avg_sq is not None
-
-
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -189,29 +172,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainDevice, "is_host", lambda self, parameter: False)
 
 
-def _run(dtype: torch.dtype) -> list[object]:
-    """Return what is seen along committed, clipped, skipped, rolled back and plain steps, with a save in between."""
-    optimizer = SpeculativeCPUAdamW([parameter(70, dtype=dtype), parameter(3, 5, dtype=dtype, seed=1)], lr=0.1)
-    seen: list[object] = []
-    for seed, (size, limit) in enumerate([(1e-3, 1.0), (1.0, 1.0), (float("inf"), 1.0), (1.0, None)]):
-        for speculative in (True, False):
-            optimizer.max_grad_norm = limit
-            give_gradients(optimizer, seed, size, speculative=speculative)
-            if speculative:
-                if seed == 3:
-                    optimizer.rollback()
-                optimizer.resolve()
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
-            seen.append((optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient))
-            seen.append(state_bits(optimizer, without=["master"]))
-        with torch.no_grad():
-            parameters_of(optimizer)[0][seed] = 7.0
-        optimizer.load_state_dict(optimizer.state_dict())
-    return seen
-
-
 @pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.usefixtures("elsewhere")
 def test_what_is_staged_is_speculated_on(limit: float | None) -> None:
@@ -222,18 +182,29 @@ def test_what_is_staged_is_speculated_on(limit: float | None) -> None:
     assert bits(optimizer.state[one]["master"]) == bits(one)
 
 
-@EACH_DTYPE
-def test_staging_has_the_same_bits(dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    expected = _run(dtype)
-    request.getfixturevalue("elsewhere")
-    assert _run(dtype) == expected
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_step_is_a_new_version_of_its_parameter(dtype: torch.dtype) -> None:
+    one = parameter(70, dtype=dtype)
+    optimizer, versions = SpeculativeCPUAdam([one]), [one._version]
+    for seed, is_speculative in enumerate((False, True, False, True)):
+        train(optimizer, seed, speculative=is_speculative)
+        versions.append(one._version)
+    assert versions == [versions[0] + count for count in range(5)]
 
 
-def test_moments_that_came_without_a_master_stay() -> None:
-    state = ParameterState(torch.zeros(3, dtype=torch.bfloat16), 0, "weight")
+@pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_memory_that_has_moved_is_used_no_longer(name: str) -> None:
+    """Which users may replace by `.data`; whatever still reads it is an error, until the row is bound again."""
+    state = ParameterState(torch.zeros(2, dtype=torch.bfloat16), 0, "weight")
     state.create_state(with_max=True)
-    before = state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq
-    state.master = None
-    state.create_state(with_max=True)
-    assert state.master is not None
-    assert all(map(operator.is_, (state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq), before))
+    table = ParameterTable([state], NewValues())
+    assert table.moved_arrays(table.all_rows) == {}
+    before = getattr(state, name).data
+    getattr(state, name).data = torch.ones(2)
+    for _ in range(2):  # and where the same memory comes back
+        assert table.moved_arrays(table.all_rows) == {0: [name]}
+        assert table.job(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [0]
+        getattr(state, name).data = before
+    state.put({name: getattr(state, name)})
+    assert table.moved_arrays(table.all_rows) == {}
+    assert table.job(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [before.data_ptr()]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.visible import are_taken, give_gradients, parameter, parameters_of
 
@@ -20,6 +20,7 @@ NORMS = st.floats(0.0, 1e30)
 
 
 @given(norm=NORMS, limit=NORMS)
+@example(1.0, 1.0)
 def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> None:
     """One gradient element of this size, in fp64, where torch's norm is exact; rounded once to fp32."""
     one = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -28,20 +29,9 @@ def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> Non
     assert clip_coefficient(norm, limit) == float(np.float32(one.grad.item()))
 
 
-def test_coefficient_at_the_limit_is_below_one() -> None:
-    assert clip_coefficient(1.0, 1.0) == float(np.float32(1.0 / (1.0 + 1e-6))) < 1.0
-
-
 @given(norm=NORMS)
 def test_no_limit_is_exactly_one(norm: float) -> None:
     assert clip_coefficient(norm, None) == clip_coefficient(norm, math.inf) == 1.0
-
-
-@given(norm=NORMS, limit=NORMS)
-def test_coefficient_is_an_fp32_value_of_at_most_one(norm: float, limit: float) -> None:
-    clip = clip_coefficient(norm, limit)
-    assert 0.0 <= clip <= 1.0
-    assert float(np.float32(clip)) == clip
 
 
 CHUNKS = st.one_of(st.tuples(st.floats(0.0, 1e30), st.just(0)), st.tuples(st.just(math.inf), st.integers(1, 3)))
@@ -90,9 +80,7 @@ def test_norm_is_copied_and_cleared_by_entry(entries: list[tuple[float, int]], b
     factor=st.one_of(st.floats(-1.0, 1.0), st.sampled_from([0.0, -0.0, 1e-200, -1.0])),
     begin=st.integers(0, 8),
 )
-def test_a_norm_is_scaled_as_its_gradients_are(
-    sums: list[float], nonfinite: list[int], factor: float, begin: int
-) -> None:
+def test_a_norm_is_scaled_as_its_gradients_are(sums, nonfinite, factor, begin):
     """Also where a sum has overflown, or is of an Inf; nothing warns."""
     norm = GradientNorm(np.array(sums, np.float64), np.array(nonfinite[: len(sums)], np.int64))
     norm.scale(slice(begin, None), factor)
@@ -112,9 +100,7 @@ def test_a_norm_is_scaled_as_its_gradients_are(
     threads=st.integers(1, 3),
     isa=st.sampled_from(superadam.available_isas()),
 )
-def test_norm_has_the_same_bits_whatever_the_schedule(
-    lengths: list[int], dtypes: list[torch.dtype], order: list[int], threads: int, isa: str
-) -> None:
+def test_norm_has_the_same_bits_whatever_the_schedule(lengths, dtypes, order, threads, isa):
     optimizer = SpeculativeCPUAdam([parameter(n, dtype=dtypes[i], seed=i) for i, n in enumerate(lengths)])
     before = superadam.get_num_threads(), superadam.active_isa()
     superadam.set_num_threads(1)

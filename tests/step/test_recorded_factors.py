@@ -94,22 +94,6 @@ def test_no_product_is_made_over_gradients_that_kernels_can_scale(dtype, limit, 
     assert len(products) == (2 if dtype == torch.float16 or limit is not None else 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inverse", [2.0**-10, 0.3], ids=str)
-def test_a_loss_scale_that_stays_is_speculated_on(inverse: float, dtype: torch.dtype) -> None:
-    optimizer, twin = (SpeculativeCPUAdam([_working_copy(parameter(70, dtype=dtype))]) for _ in range(2))
-    for one in (optimizer, twin):
-        train(one, 1)
-        for seed in range(2, 5):
-            give_gradients(one, seed, 1 / inverse, speculative=one is optimizer)
-            gradients = [p.grad for p in parameters_of(one) if p.grad is not None]
-            check_and_unscale(gradients, torch.zeros(()), torch.tensor(inverse))
-            one.step()
-            one.zero_grad()
-    assert state_bits(optimizer) == state_bits(twin)
-    assert (optimizer.statistics.accepted, optimizer.statistics.respeculated) == (2, 1)
-
-
 def test_a_product_of_a_gradient_that_counts_unrounded_is_not_rounded() -> None:
     unrounded = torch.randn(70, generator=torch.Generator().manual_seed(5))
     found = []

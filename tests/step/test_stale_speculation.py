@@ -81,13 +81,6 @@ def test_as_much_is_committed_as_was_asked_for() -> None:
     assert transaction.in_phase(Phase.ACCEPTED) == transaction.table.states[2:]
 
 
-def test_masters_read_again_are_those_of_the_accepted_step() -> None:
-    optimizer, twin = accepted_twins()
-    for one in (optimizer, twin):
-        one.reload_masters()
-    assert visible(optimizer) == visible(twin)
-
-
 def test_what_was_counted_is_of_the_gradient_that_waits() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
     give_gradients(optimizer, 1)

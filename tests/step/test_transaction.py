@@ -10,9 +10,9 @@ import math
 import operator
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ from support.visible import are_taken, bits
 
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind
+from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -83,15 +84,21 @@ EDITS = st.sampled_from(
 class SpeculativeRun(RuleBasedStateMachine):
     """A speculative optimizer, the synchronous oracle, and parameters whose `.grad` torch alone fills."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
     @initialize(
         groups=st.lists(st.tuples(GROUPS, PARAMETERS), min_size=1, max_size=2),
         limit=st.sampled_from([None, None, 1.0, 30.0, math.inf]),
         moments=st.sampled_from(["fp32", "bf16", "8bit"]),
         master=st.sampled_from(["fp32", "24bit"]),
+        is_staged=st.sampled_from([False, False, False, True]),
     )
-    def start(
-        self, groups: list[tuple[dict[str, Any], list[Any]]], limit: float | None, moments: str, master: str
-    ) -> None:
+    def start(self, groups, limit, moments, master, is_staged):
+        """With `is_staged`, as if parameters were on another device: working copies behind staging tensors."""
+        if is_staged:
+            self.patch.setattr(PlainDevice, "is_host", lambda device, parameter: False)
         made = [one for _, parameters in groups for one in parameters]
         seeds = iter(range(100))
         self.groups = [
@@ -204,7 +211,6 @@ class SpeculativeRun(RuleBasedStateMachine):
             gradients = {i: flat(one.grad, one) for i, one in enumerate(self.plain) if one.grad is not None}
             kind, norm = self.reference.step(gradients, self.hyper, limit)
             outcome = self.optimizer.last_outcome
-            assert outcome is not None
             assert (outcome.kind is StepKind.SKIPPED) is (kind is StepKind.SKIPPED)
             if not are_scaled:  # else the outcome tells of those factors as well
                 assert outcome.kind is kind
@@ -357,6 +363,7 @@ class SpeculativeRun(RuleBasedStateMachine):
         if hasattr(self, "optimizer"):
             self.read_state()
             self.parameters_are_those_of_the_synchronous_run()
+        self.patch.undo()
 
 
 def _taken_by(parameter: torch.Tensor) -> TakenGradient | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import superadam
+
 
 def exit_code_of_child(work: Callable[[], object], seconds: float = 240.0) -> int:
     """Fork, call `work` in the child, and return its exit code: 0, 1 after an exception, or minus a signal's number.
@@ -24,7 +26,7 @@ def exit_code_of_child(work: Callable[[], object], seconds: float = 240.0) -> in
     if pid == 0:
         code = 1
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-        if "torch" in sys.modules:  # whose OpenMP waits for threads that were not forked
+        if hasattr(sys.modules.get("torch"), "set_num_threads"):  # whose OpenMP waits for threads that were not forked
             sys.modules["torch"].set_num_threads(1)
         try:
             work()
@@ -45,6 +47,18 @@ def exit_code_of_child(work: Callable[[], object], seconds: float = 240.0) -> in
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     raise TimeoutError(f"the child did not end within {seconds} s")
+
+
+def without_torch(code: str) -> list[str]:
+    """Return a command that runs code in a new Python, without torch, whose import takes seconds.
+
+    `superadam` imports none of its modules by itself there.
+    """
+    begin = "import sys, types; sys.path.append(sys.argv[1])"
+    for name in ("superadam", "torch"):
+        begin += f"; {name} = sys.modules['{name}'] = types.ModuleType('{name}')"
+    begin += "; superadam.__path__ = sys.argv[2:]"
+    return [sys.executable, "-c", f"{begin}\n{code}", str(Path(__file__).parents[1]), *superadam.__path__]
 
 
 def killed_at(number: int, work: Callable[[], object]) -> None:

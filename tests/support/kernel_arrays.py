@@ -101,6 +101,9 @@ class Placed:
     def is_unchanged(self) -> bool:
         return np.array_equal(self._buffer, self._before)
 
+    def reset(self) -> None:
+        self._buffer[:] = self._before
+
 
 @dataclass
 class Segment:
@@ -153,13 +156,13 @@ class Segment:
         kept = len(STATE) if Flag.AMSGRAD in k.flags else len(STATE) - 1
         return compact.encode(dict(zip(STATE[:kept], stepped, strict=False)), k.turn, self.format, self.phase)
 
-    def check(self, expected: Mapping[str, Array]) -> None:
+    def check(self, expected: Mapping[str, Array], where: str = "") -> None:
         """Assert that the arrays hold `expected`, and that not one other byte has changed."""
         actual = {name: placed.view.copy() for name, placed in self.arrays.items()}
         for name, placed in self.arrays.items():
-            assert placed.outside_is_unchanged(), f"bytes around {name} were changed"
-            assert name in expected or placed.is_unchanged(), f"{name} was changed"
-        self.compare(actual, {**actual, **expected})
+            assert placed.outside_is_unchanged(), f"bytes around {name} were changed{where}"
+            assert name in expected or placed.is_unchanged(), f"{name} was changed{where}"
+        self.compare(actual, {**actual, **expected}, where)
 
     def compare(self, actual: Mapping[str, Array], wanted: Mapping[str, Array], where: str = "") -> None:
         """Assert that two sets of this segment's arrays are equal; state as values, because a NaN has any payload."""
@@ -183,6 +186,17 @@ class Job:
     segments: list[Segment]
     sets: list[Coefficients] = field(default_factory=list)
 
+    def add(self, segment: Segment, chosen: Sequence[Coefficients]) -> None:
+        """Append a segment; the coefficients of its gradient and of the accepted one count if the pass has steps."""
+        self.segments.append(segment)
+        if self.which in READS_STATE:
+            if Format.MOMENTS_8BIT in segment.format:
+                chosen = [replace(k, flags=k.flags & ~Flag.AMSGRAD) for k in chosen]
+            segment.coefficients, segment.accepted_coefficients = len(self.sets), len(self.sets) + 1
+            self.sets.extend(chosen)
+            if not any(Flag.AMSGRAD in k.flags for k in chosen):
+                segment.arrays.pop("max_exp_avg_sq", None)
+
     def expected(self) -> list[dict[str, Array]]:
         return [segment.expected(self.which, self.sets) for segment in self.segments]
 
@@ -192,9 +206,22 @@ class Job:
     def run(self, isa: str, threads: int = 1) -> None:
         native.run(self.which, self.table(), coefficient_table(self.sets), isa=isa, threads=threads)
 
-    def check(self, expected: Sequence[Mapping[str, Array]]) -> None:
+    def check(self, expected: Sequence[Mapping[str, Array]], where: str = "") -> None:
         for segment, wanted in zip(self.segments, expected, strict=True):
-            segment.check(wanted)
+            segment.check(wanted, where)
+
+    def reset(self) -> None:
+        for segment in self.segments:
+            for placed in segment.arrays.values():
+                placed.reset()
+
+    def check_everywhere(self, threads: int = 1) -> None:
+        """Assert that every instruction set makes what the oracle does of the same arrays."""
+        expected = self.expected()
+        for isa in native.available_isas():
+            self.reset()
+            self.run(isa, threads)
+            self.check(expected, f" with {isa}")
 
 
 def make_segment(
@@ -213,7 +240,7 @@ def make_segment(
 
     Args:
         seed: of the random numbers.
-        length: elements.
+        length: elements; with 8-bit moments, as many as whole blocks have.
         gradient_dtype: of both gradients; FLOAT64 makes the state fp64 too.
         out_dtype: of the working copy.
         kinds: magnitudes of the arrays, used in turn.
@@ -223,6 +250,7 @@ def make_segment(
         form: in which the state is stored; with 8-bit moments it has no max_exp_avg_sq.
     """
     rng = np.random.default_rng(seed)
+    length -= length % compact.BLOCK if Format.MOMENTS_8BIT in form else 0
     real = np.float64 if gradient_dtype is Dtype.FLOAT64 else np.float32
     values: dict[str, Array] = {}
     for index, name in enumerate(("gradient", "accepted_gradient", *STATE)):
@@ -256,8 +284,7 @@ LONGEST_DOUBLE = 200
 @st.composite
 def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job:
     """Jobs of one to three segments of any length, dtype and alignment, each with coefficient sets of its own."""
-    segments: list[Segment] = []
-    sets: list[Coefficients] = []
+    job = Job(which, [])
     for _ in range(draw(st.integers(1, 3))):
         gradient_dtype, out_dtype = draw(st.sampled_from(variants(which)))
         double = gradient_dtype is Dtype.FLOAT64
@@ -265,7 +292,7 @@ def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job
         length = draw(lengths(LONGEST_DOUBLE if double else 3 * formula.CHUNK + 40))
         segment = make_segment(
             draw(st.integers(0, 2**32 - 1)),
-            length // compact.BLOCK * compact.BLOCK if Format.MOMENTS_8BIT in form else length,
+            length,
             gradient_dtype,
             out_dtype,
             kinds=draw(st.lists(magnitudes(), min_size=1, max_size=6)),
@@ -274,13 +301,5 @@ def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job
             sprinkle=draw(st.booleans()),
             form=form,
         )
-        if which in READS_STATE:
-            chosen = [draw(coefficients(double=double)) for _ in range(2)]
-            if Format.MOMENTS_8BIT in form:
-                chosen = [replace(k, flags=k.flags & ~Flag.AMSGRAD) for k in chosen]
-            segment.coefficients, segment.accepted_coefficients = len(sets), len(sets) + 1
-            sets.extend(chosen)
-            if not any(Flag.AMSGRAD in k.flags for k in chosen):
-                segment.arrays.pop("max_exp_avg_sq", None)
-        segments.append(segment)
-    return Job(which, segments, sets)
+        job.add(segment, [draw(coefficients(double=double)) for _ in range(2)])
+    return job

@@ -29,6 +29,9 @@ class Magnitudes(enum.Enum):
     BITS = "any bit pattern"
 
 
+USUAL = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
+
+
 def random_array(
     rng: np.random.Generator, length: int, kind: Magnitudes, dtype: npt.DTypeLike
 ) -> npt.NDArray[np.floating]:
