@@ -291,7 +291,7 @@ class Compilers:
         together: requests that one process answers.
     """
 
-    def __init__(self, requests: Sequence[Request], cache: Path, *, assembles: bool = True, together: int = 16) -> None:
+    def __init__(self, requests: Sequence[Request], cache: Path, *, assembles: bool = True, together: int = 64) -> None:
         self._cache = cache
         self._assembles = assembles
         self._threads = ThreadPoolExecutor(2)
