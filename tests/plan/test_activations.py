@@ -76,7 +76,7 @@ ONE_OF_EACH = {preset.model_type: name for name, preset in presets().items()}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_peaks_of_presets_lie_on_a_line(name: str) -> None:
-    """Two more periods of layers add twice what one does, within 0.1 percent; few tokens do, as logits are in chunks."""
+    """Two more periods of layers add twice what one does, within 0.1 percent; few tokens do: logits are in chunks."""
     config = presets()[name].config
     period = 2 if name == "gpt-oss-20b" else 1
     runs = [peaks_of(with_layers(config, count * period), 1, 1024) for count in (2, 3, 4)]
