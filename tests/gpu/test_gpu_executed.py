@@ -23,6 +23,8 @@ import torch
 from support import ptx
 from support.gpu_arrays import DEVICE, Placed, needs_triton, offsets_with_gaps
 from support.gpu_checks import (
+    ADAM_NAMES,
+    adam_values,
     cases,
     check_against_cpu,
     check_pack,
@@ -265,16 +267,6 @@ def check(request: Request, code: Code) -> None:
     assert len(executed) == len(ptx.parse(code.ptx).instructions)
 
 
-def of_adam(targets: Iterable[str], variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
-    """Return `over` for variants of the update."""
-    names = "gradient parameter form scale maximize decoupled l2 amsgrad round aligned"
-    return over(
-        targets,
-        names,
-        ((*dtypes, form, *(flag in flags for flag in Flag), aligned) for *dtypes, form, flags, aligned in variants),
-    )
-
-
 def over(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
     """Return the decorator of a test that looks up its parameters by `request_of`."""
     fixtures = pytest.mark.usefixtures("target", *names.split())
@@ -282,12 +274,12 @@ def over(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]
     return lambda test: few(fixtures(cases(targets, names, variants)(test)))
 
 
-@of_adam(CHOSEN, ADAM)
+@over(CHOSEN, ADAM_NAMES, adam_values(ADAM))
 def test_adam_kernel(request, compilers):
     check(request_of(request.node), compilers.code(request_of(request.node)))
 
 
-@of_adam(["sm_100"], [one for one in ADAM if Format.MOMENTS_8BIT in one[2]])
+@over(["sm_100"], ADAM_NAMES, adam_values(one for one in ADAM if Format.MOMENTS_8BIT in one[2]))
 def test_adam_kernel_with_8bit_moments(request, compilers):
     """`abs.f32`, which only this target has, may make any NaN: the bits depend on none."""
     code = compilers.code(request_of(request.node))

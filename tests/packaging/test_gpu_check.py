@@ -111,9 +111,17 @@ def check(folder: Path, program: Program = in_this_process, seconds: float = 100
     return status, results
 
 
+def seconds_of(action: Callable[[], object], rounds: int) -> float:
+    """Return how long an action takes once."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
 @pytest.fixture(autouse=True)
-def _no_sanitizer(monkeypatch):
+def _no_sanitizer_and_no_rounds(monkeypatch):
     monkeypatch.setattr(checks, "sanitizer_path", lambda: None)
+    monkeypatch.setattr(rates, "_median_seconds", seconds_of)
 
 
 def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
