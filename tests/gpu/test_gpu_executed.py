@@ -254,8 +254,8 @@ CHECKS: dict[str, Callable[..., None]] = {
 @pytest.fixture(scope="module")
 def compilers(request, tmp_path_factory):
     """Compile what the chosen tests look up."""
-    requests = [*requests_of(request), *VAST.values()]
-    compilers = Compilers(requests, tmp_path_factory.mktemp("triton"), assembles=False)
+    requests = dict.fromkeys([*requests_of(request), *VAST.values()])
+    compilers = Compilers([*requests], tmp_path_factory.mktemp("triton"), assembles=False)
     yield compilers
     compilers.close()
 
@@ -306,10 +306,10 @@ COMPACT = Format.MOMENTS_8BIT | Format.MASTER_24BIT
 VAST = {
     "adam": Request("sm_90", "adam_kernel", (torch.float32, torch.float32, Format.PLAIN, Flag(0), True)),
     "adam of compact state": Request("sm_90", "adam_kernel", (torch.bfloat16, torch.bfloat16, COMPACT, Flag(0), True)),
-    "pack": Request("sm_90", "pack_kernel", ((torch.float32,), torch.bfloat16, True, True)),
-    "scatter": Request("sm_90", "scatter_kernel", (torch.float32, True)),
+    "pack": Request("sm_90", "pack_kernel", ((torch.bfloat16,), torch.bfloat16, True, True)),
+    "scatter": Request("sm_90", "scatter_kernel", (torch.bfloat16, True)),
 }
-"""Variants with all kinds of addresses: of elements, of blocks of state, of chunks; casts are a part of them."""
+"""Variants with all kinds of addresses: of elements, of blocks of state, of chunks; other tests use two of them."""
 
 
 def vast(numel: int, dtype: torch.dtype) -> torch.Tensor:
