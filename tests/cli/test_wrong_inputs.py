@@ -1,4 +1,4 @@
-"""Wrong inputs to `convert`, `doctor` and `bench`: one sentence on stderr, a status other than 0, and no file."""
+"""Wrong inputs to the command line, `convert`, `doctor` and `bench`: one sentence on stderr, status 2, and no file."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ FILES = {
 """Contents of files that are no configuration of DeepSpeed, and what is said of them."""
 
 WRONG = {
+    "fly": "--help",
+    "train --verify": "'train' is now examples/train.py",
     "convert": "",
     "convert none.json": "cannot read none.json: ",
     "convert folder": "cannot read folder: ",
@@ -51,7 +53,7 @@ WRONG = {
     "doctor --json=yes": "",
     "bench --threads 0": "--threads 0 is below 1",
     "bench --threads -1": "",
-    "bench --threads many": "",
+    "bench --threads many": "--help",
     "bench --threads 1.5": "",
     "bench --threads": "",
     "bench --isa sse9": "--isa sse9 cannot run on this machine",
@@ -63,6 +65,7 @@ WRONG = {
     "bench --json folder": "",
     "bench --json 0.json/out": "",
     "bench quickly": "",
+    "bench --wings": "--help",
     "bench --thread 1": "",
     **{f"convert {number}.json": sentence for number, sentence in enumerate(FILES.values())},
 }
