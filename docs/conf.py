@@ -1,6 +1,7 @@
 """Builds the documentation site from docs/*.md and the package's docstrings: `make docs` writes it to build/docs."""
 
 import re
+import sys
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -23,6 +24,18 @@ autodoc_typehints = "none"  # docstrings say what arguments are
 autodoc_mock_imports = ["transformers", "lightning"]  # which the site is built without
 python_use_unqualified_type_names = True
 
+
+class Absent:
+    """Lets them not be found where they are installed, either, as sphinx would import them to read their sources."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        """Raise what is raised where a module is not installed."""
+        if name.partition(".")[0] in autodoc_mock_imports:
+            raise ModuleNotFoundError(name, name=name)
+
+
+sys.meta_path.insert(0, Absent)  # autodoc's stand-ins go before
 
 PAGE = re.compile(r"https://github\.com/superadam/superadam/blob/main/docs/(\w+)\.md")
 

@@ -11,7 +11,10 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 PROGRAM = """
-import conftest, signal, subprocess, sys
+import signal, subprocess, sys
+from unittest.mock import MagicMock
+sys.modules.update(torch=MagicMock(), superadam=MagicMock())  # which take seconds
+import conftest
 try:
     signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt:

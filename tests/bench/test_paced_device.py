@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from measures import pacing
 from measures.paced_device import PRESETS, PacedDevice, Rates, constant
 from measures.timed_model import Gradients, TimedModel, without_samples
+from support.actions_on_a_clock import Clock
 from support.overlap import adam, mlp, train
 from support.visible import bits, state_bits
 from torch import Tensor, nn
@@ -34,21 +35,9 @@ RATES = Rates(download=64.0, upload=128.0, memory=1024.0)
 """Bytes per second: powers of two, so that times are exact."""
 
 
-class Clock:
-    """A clock that only sleepers move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.slept: list[float] = []
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-
-
 def clocked(**options: Any) -> tuple[PacedDevice, Clock]:
     clock = Clock()
-    return PacedDevice(RATES, now=lambda: clock.now, sleep=clock.sleep, **options), clock
+    return PacedDevice(RATES, now=clock, sleep=clock.sleep, **options), clock
 
 
 def layout_of(*tensors: Tensor) -> FlatLayout:

@@ -163,17 +163,13 @@ def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for():
 def test_steps_after_backward_hide_nothing():
     """The whole step, and both ways, come after the device's work, and before its next."""
     clock = Clock()
-    device = paced_device.PacedDevice(
-        paced_device.Rates(64.0, 128.0, 1.0),
-        now=clock,
-        sleep=lambda seconds: setattr(clock, "now", clock.now + seconds),
-    )
+    device = paced_device.PacedDevice(paced_device.Rates(64.0, 128.0, 1.0), now=clock, sleep=clock.sleep)
     model = TimedModel(Gradients([64] * 2))
     model.device, model.forward_seconds, model.backward_seconds = device, 3.0, 5.0
     action = clock.action("step", iter([7.0]))
     model().backward()
     assert not pacing._step_after_backward(action, model)
-    assert device.record(Stream.CURRENT).passed_at() == 3.0 + 5.0 + 256 / 64.0 + 7.0 + 256 / 128.0
+    assert device.record(Stream.CURRENT).passed_at() == 100.0 + 3.0 + 5.0 + 256 / 64.0 + 7.0 + 256 / 128.0
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

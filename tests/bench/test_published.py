@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("transformers")
 
 import published as command
 from measures import published
+from support.presets import remembering
 
 from superadam.cli.plan.presets import presets
 
@@ -17,6 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text()
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remembering() -> Iterator[None]:
+    with remembering():
+        yield
 
 
 def test_every_row_is_predicted_or_says_what_it_lacks() -> None:
@@ -28,13 +36,9 @@ def test_every_row_is_predicted_or_says_what_it_lacks() -> None:
     assert len(predicted) >= 16
 
 
-def test_the_page_has_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["figures"]) == 0
-    assert capsys.readouterr().out in PAGE
-
-
-def test_the_page_has_the_gains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["gains"]) == 0
+@pytest.mark.parametrize("what", ["figures", "gains"])
+def test_the_page_has_what_the_command_prints(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([what]) == 0
     assert capsys.readouterr().out in PAGE
 
 

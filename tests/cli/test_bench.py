@@ -16,7 +16,6 @@ from superadam.cli.bench import command, floor, passes
 from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
 from superadam.cli.bench.passes import Setting
-from superadam.cli.usage import UsageError
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
 from superadam.kernels.traffic import bytes_per_element
@@ -280,25 +279,3 @@ def test_json_that_cannot_be_written_is_a_sentence(capsys):
 def test_defaults_are_those_of_training():
     setting = command.setting_of(None, None)
     assert (setting.isa, setting.threads) == (native.active_isa(), native.get_num_threads())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--isa", "sse9"], "--isa sse9 cannot run on this machine"),
-        (["--threads", "0"], "--threads 0 is below 1"),
-        (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_sentence(capsys, words, message):
-    assert cli.main(["bench", *words]) == cli.USAGE_STATUS
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_a_wrong_isa_in_the_environment_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(native, "_active", None)
-    monkeypatch.setenv("SUPERADAM_ISA", "sse9")
-    with pytest.raises(UsageError, match="sse9"):
-        command.setting_of(None, None)

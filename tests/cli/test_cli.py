@@ -33,20 +33,6 @@ def test_help_lists_the_commands_also_where_none_is_named(capsys):
     assert capsys.readouterr() == printed
 
 
-@pytest.mark.parametrize(
-    "words", [["fly"], ["bench", "--wings"], ["bench", "--threads", "many"], ["train", "--verify"]]
-)
-def test_words_that_do_not_parse_are_one_sentence(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    captured = capsys.readouterr()
-    assert stop.value.code == 2
-    assert captured.err.count("\n") == 1
-    assert "--help" in captured.err
-    assert not captured.out
-    assert ("'train' is now examples/train.py" in captured.err) is (words[0] == "train")
-
-
 def _raise(error: BaseException) -> int:
     raise error
 

@@ -122,47 +122,6 @@ def test_auto_is_left_to_the_trainer() -> None:
         assert f"auto, which {'are' if ' ' in name else 'is'} {name} of the Trainer" in notes
 
 
-FAULTS = {
-    "": "is no JSON: line 1",
-    '{"bf16": {},\n}': "is no JSON: line 2",
-    "[1]": "holds a list, expected an object",
-    '{"bf16": {}, "bf16": {}}': "bf16 stands in it twice",
-    '{"gradient_clipping": "big"}': "gradient_clipping is 'big', expected a number of at least 0",
-    '{"gradient_clipping": -1}': "gradient_clipping is -1, expected a number",
-    '{"gradient_clipping": NaN}': "gradient_clipping is nan, expected a number",
-    '{"optimizer": "Adam"}': "optimizer is 'Adam', expected an object",
-    '{"optimizer": {"params": [1]}}': "optimizer.params is [1], expected an object",
-    '{"optimizer": {"params": {"lr": "1e-5"}}}': "optimizer.params.lr is '1e-5', expected a number",
-    '{"optimizer": {"params": {"betas": [0.9]}}}': "betas is [0.9], expected two numbers",
-    '{"optimizer": {"params": {"betas": [0.9, "x"]}}}': "betas is 'x', expected a number",
-    '{"zero_optimization": {"stage": 4}}': "zero_optimization.stage is 4, expected 0, 1, 2 or 3",
-    '{"zero_optimization": {"stage": [1]}}': "zero_optimization.stage is [1], expected 0, 1, 2 or 3",
-    '{"zero_optimization": true}': "zero_optimization is True, expected an object",
-    '{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}': "offload_optimizer.device is 'gpu', expected",
-    '{"bf16": true}': "bf16 is True, expected an object",
-    '{"scheduler": "WarmupLR"}': "scheduler is 'WarmupLR', expected an object",
-}
-
-
-@pytest.mark.parametrize("text", FAULTS)
-def test_what_is_no_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    (tmp_path / "ds.json").write_text(text)
-    assert main(["convert", str(tmp_path / "ds.json")]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert FAULTS[text] in shown.err
-    assert shown.err.count("\n") == 1
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (tmp_path / "none.json", tmp_path):
-        assert main(["convert", str(path)]) == 2
-        assert f"cannot read {path}: " in capsys.readouterr().err
-    (tmp_path / "ds.json").write_bytes(b"\xff\xfe")
-    assert main(["convert", str(tmp_path / "ds.json")]) == 2
-    assert "is no text" in capsys.readouterr().err
-
-
 def test_the_translation_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(USUAL))
     assert main(["convert", str(tmp_path / "ds.json")]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from superadam.cli.main import main
 from superadam.cli.plan import command
 
-transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+from support.presets import remembering
 
 SMALL = {
     "model_type": "llama",
@@ -26,10 +29,13 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    return str(tmp_path)
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return a folder with a model, whose peaks are found once, as are those of presets."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    with remembering():
+        yield str(folder)
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

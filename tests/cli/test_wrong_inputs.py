@@ -1,4 +1,4 @@
-"""Wrong inputs to `convert`, `doctor` and `bench`: one sentence on stderr, a status other than 0, and no file."""
+"""Wrong inputs to the command line, `convert`, `doctor` and `bench`: one sentence on stderr, status 2, and no file."""
 
 from __future__ import annotations
 
@@ -12,52 +12,64 @@ from superadam.cli.bench import command
 from superadam.cli.main import main
 
 FILES = {
-    "empty.json": "",
-    "list.json": "[1]",
-    "text.json": '"zero"',
-    "half.json": '{"bf16": {"enabled": true}',
-    "comma.json": '{"bf16": {"enabled": true},\n}',
-    "twice.json": '{"gradient_clipping": 1.0, "gradient_clipping": 2.0}',
-    "deep.json": "[" * 100_000,
-    "section.json": '{"optimizer": 5}',
-    "params.json": '{"optimizer": {"type": "AdamW", "params": [1]}}',
-    "zero.json": '{"zero_optimization": true}',
-    "stage.json": '{"zero_optimization": {"stage": "three"}}',
-    "scheduler.json": '{"scheduler": ["WarmupLR"]}',
-    "clipping.json": '{"gradient_clipping": "much"}',
-    "batch.json": '{"train_batch_size": {"a": 1}}',
-    "half_batch.json": '{"train_micro_batch_size_per_gpu": 2.5}',
-    "no_batch.json": '{"gradient_accumulation_steps": 0}',
+    "": "is no JSON: line 1",
+    '{"bf16": {"enabled": true}': "is no JSON: line 1",
+    '{"bf16": {},\n}': "is no JSON: line 2",
+    "[" * 100_000: "is nested too deeply, expected a configuration",
+    "[1]": "holds a list, expected an object",
+    '"zero"': "holds a str, expected an object",
+    '{"bf16": {}, "bf16": {}}': "bf16 stands in it twice",
+    '{"gradient_clipping": "big"}': "gradient_clipping is 'big', expected a number of at least 0",
+    '{"gradient_clipping": -1}': "gradient_clipping is -1, expected a number",
+    '{"gradient_clipping": NaN}': "gradient_clipping is nan, expected a number",
+    '{"optimizer": "Adam"}': "optimizer is 'Adam', expected an object",
+    '{"optimizer": {"params": [1]}}': "optimizer.params is [1], expected an object",
+    '{"optimizer": {"params": {"lr": "1e-5"}}}': "optimizer.params.lr is '1e-5', expected a number",
+    '{"optimizer": {"params": {"betas": [0.9]}}}': "betas is [0.9], expected two numbers",
+    '{"optimizer": {"params": {"betas": [0.9, "x"]}}}': "betas is 'x', expected a number",
+    '{"zero_optimization": {"stage": 4}}': "zero_optimization.stage is 4, expected 0, 1, 2 or 3",
+    '{"zero_optimization": {"stage": [1]}}': "zero_optimization.stage is [1], expected 0, 1, 2 or 3",
+    '{"zero_optimization": true}': "zero_optimization is True, expected an object",
+    '{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}': "offload_optimizer.device is 'gpu', expected",
+    '{"bf16": true}': "bf16 is True, expected an object",
+    '{"scheduler": "WarmupLR"}': "scheduler is 'WarmupLR', expected an object",
+    '{"train_batch_size": {"a": 1}}': "train_batch_size is {'a': 1}",
+    '{"train_micro_batch_size_per_gpu": 2.5}': "train_micro_batch_size_per_gpu is 2.5",
+    '{"gradient_accumulation_steps": 0}': "gradient_accumulation_steps is 0",
 }
-"""Of DeepSpeed's configuration, by mistake."""
+"""Contents of files that are no configuration of DeepSpeed, and what is said of them."""
 
-WRONG = [
-    *(["convert", name] for name in FILES),
-    ["convert"],
-    ["convert", "none.json"],
-    ["convert", "folder"],
-    ["convert", "bytes.json"],
-    ["convert", "list.json", "more"],
-    ["convert", "list.json", "--fast"],
-    ["doctor", "--fast"],
-    ["doctor", "all"],
-    ["doctor", "--json=yes"],
-    ["bench", "--threads", "0"],
-    ["bench", "--threads", "-1"],
-    ["bench", "--threads", "many"],
-    ["bench", "--threads", "1.5"],
-    ["bench", "--threads"],
-    ["bench", "--isa", "sse9"],
-    ["bench", "--isa", ""],
-    ["bench", "--moments", "4bit"],
-    ["bench", "--master", "bf16"],
-    ["bench", "--json"],
-    ["bench", "--json", "none/out.json"],
-    ["bench", "--json", "folder"],
-    ["bench", "--json", "list.json/out"],
-    ["bench", "quickly"],
-    ["bench", "--thread", "1"],
-]
+WRONG = {
+    "fly": "--help",
+    "train --verify": "'train' is now examples/train.py",
+    "convert": "",
+    "convert none.json": "cannot read none.json: ",
+    "convert folder": "cannot read folder: ",
+    "convert bytes.json": "is no text",
+    "convert 0.json more": "",
+    "convert 0.json --fast": "",
+    "doctor --fast": "",
+    "doctor all": "",
+    "doctor --json=yes": "",
+    "bench --threads 0": "--threads 0 is below 1",
+    "bench --threads -1": "",
+    "bench --threads many": "--help",
+    "bench --threads 1.5": "",
+    "bench --threads": "",
+    "bench --isa sse9": "--isa sse9 cannot run on this machine",
+    "bench --isa ": "",
+    "bench --moments 4bit": "",
+    "bench --master bf16": "",
+    "bench --json": "",
+    "bench --json none/out.json": "is in a directory that does not exist",
+    "bench --json folder": "",
+    "bench --json 0.json/out": "",
+    "bench quickly": "",
+    "bench --wings": "--help",
+    "bench --thread 1": "",
+    **{f"convert {number}.json": sentence for number, sentence in enumerate(FILES.values())},
+}
+"""What is said of words, at least."""
 
 
 def _measured(*_: object) -> Iterator[object]:
@@ -65,25 +77,26 @@ def _measured(*_: object) -> Iterator[object]:
     yield
 
 
-@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+@pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_input_is_one_sentence(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "measure", _measured)
-    for name, content in FILES.items():
-        Path(name).write_text(content)
+    for number, content in enumerate(FILES):
+        Path(f"{number}.json").write_text(content)
     Path("bytes.json").write_bytes(b"\xff\xfe")
     Path("folder").mkdir()
     before = {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
     try:
-        status = main(words)
+        status = main(words.split(" "))
     except SystemExit as stop:  # of argparse
         status = stop.code if isinstance(stop.code, int) else 1
     assert status == 2
     captured = capsys.readouterr()
     assert not captured.out
     assert re.fullmatch(r"superadam[^\n]*: [^\n]+; [^\n]+\n|superadam[^\n]*, expected [^\n]+\n", captured.err)
+    assert WRONG[words] in captured.err
     assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
 
 

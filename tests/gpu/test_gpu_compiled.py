@@ -11,7 +11,7 @@ import pytest
 import support.gpu_arrays  # noqa: F401  decides how kernels run, before superadam.gpu is imported
 import torch
 from support import gpu_variants
-from support.gpu_checks import cases, request_of, requests_of
+from support.gpu_checks import ADAM_NAMES, adam_values, cases, request_of, requests_of
 from support.gpu_variants import (
     ADAM,
     COEFFICIENTS,
@@ -59,10 +59,11 @@ def test_variants_are_all_distinct_and_hold_every_constant():
     """No kernel is left out, and of no constant only one value is compiled."""
     seen = {}
     for name, table in zip(LAUNCHES, (ADAM, PACK, SCATTER), strict=True):
-        for arguments in table:
-            with noted_launches() as launches:
+        with noted_launches() as launches:
+            for arguments in table:
                 LAUNCHES[name](*arguments)
-            (launch,) = launches
+        assert len(launches) == len(table)
+        for launch in launches:
             seen.setdefault(launch.name, []).append(dict(launch.constants))
     assert seen.keys() == KERNELS.keys() == LAUNCHES.keys()
     for name, variants in seen.items():
@@ -117,11 +118,7 @@ def check_vectors(code: Code, load: str, dtypes: Iterable[torch.dtype], elements
 
 @needs_compilers
 @pytest.mark.covering(1)
-@cases(
-    CHOSEN,
-    "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
-    ((*dtypes, form, *(flag in flags for flag in Flag), aligned) for *dtypes, form, flags, aligned in ADAM),
-)
+@cases(CHOSEN, ADAM_NAMES, adam_values(ADAM))
 def test_adam_kernel(code, target, gradient, parameter, form, scale, maximize, decoupled, l2, amsgrad, round, aligned):
     state = torch.float64 if parameter == torch.float64 else torch.float32
     elements = 4

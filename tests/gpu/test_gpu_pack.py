@@ -83,12 +83,7 @@ def test_the_last_row_of_a_gradient_may_be_short(length, implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "link"),
-    [
-        (Dtype.FLOAT32, Dtype.FLOAT32),
-        (Dtype.BFLOAT16, Dtype.FLOAT32),
-        (Dtype.FLOAT16, Dtype.FLOAT16),
-        (Dtype.FLOAT64, Dtype.FLOAT64),
-    ],
+    [(Dtype.BFLOAT16, Dtype.FLOAT32), (Dtype.FLOAT16, Dtype.FLOAT16), (Dtype.FLOAT64, Dtype.FLOAT64)],
     ids=lambda dtype: dtype.name.lower(),
 )
 def test_whole_and_ragged_chunks_of_several_programs(implementation, source, link):

@@ -1,4 +1,4 @@
-"""Tables that stay on the device are those of launches that are alike, and of no others."""
+"""Tables that stay on the device are those of launches that are alike, and of no others; memory may lack for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gpu_arrays import DEVICE, needs_triton
+from support.gpu_arrays import BACKENDS, DEVICE, asked_for, needs_triton
 from torch import Tensor
 
 from superadam import gpu
@@ -130,3 +130,50 @@ def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     uploaded = tables.upload(np.arange(3), torch.device("meta"))
     assert (uploaded.dtype, uploaded.shape, uploaded.device.type) == (torch.int64, (3,), "meta")
+
+
+# ---- without memory for them: values are published all the same, and no step is made in part -------------------------
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """All tables that were uploaded, of which only the first finds memory."""
+    asked = []
+    upload = tables.upload
+
+    def short(array, device):
+        asked.append(array)
+        if len(asked) > 1:
+            raise torch.OutOfMemoryError("planted")
+        return upload(array, device)
+
+    monkeypatch.setattr(tables, "upload", short)
+    return asked
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_values_are_scattered_without_memory_for_a_table(implementation, uploads):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    targets = [torch.zeros(5, 7, dtype=dtype, device=DEVICE) for dtype in dtypes]
+    sources = [torch.randn(5, 7, device=DEVICE).to(dtype) for dtype in dtypes]
+    with asked_for(implementation):
+        gpu.scatter_values(sources, targets)
+    assert len(uploads) == (2 if implementation == "triton" else 0)
+    assert all(map(torch.equal, targets, sources))
+
+
+@needs_triton
+def test_update_writes_nothing_where_a_table_finds_no_memory(uploads):
+    steps = [
+        ResidentStep(
+            *(torch.ones(9, device=DEVICE) for _ in range(3)),
+            None,
+            *([torch.ones(9, device=DEVICE, dtype=dtype)] * 2),
+            0,
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        gpu.update(steps, [Coefficients.at_step(HYPER, 1)])
+    assert len(uploads) == 2
+    assert all(bool((one == 1).all()) for step in steps for one in (step.master, step.exp_avg, step.parameter))

@@ -111,9 +111,17 @@ def check(folder: Path, program: Program = in_this_process, seconds: float = 100
     return status, results
 
 
+def seconds_of(action: Callable[[], object], rounds: int) -> float:
+    """Return how long an action takes once."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
 @pytest.fixture(autouse=True)
-def _no_sanitizer(monkeypatch):
+def _no_sanitizer_and_no_rounds(monkeypatch):
     monkeypatch.setattr(checks, "sanitizer_path", lambda: None)
+    monkeypatch.setattr(rates, "_median_seconds", seconds_of)
 
 
 def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
@@ -152,9 +160,6 @@ def differing(done: Done) -> Done:
     ("kind", "instead", "stage", "words"),
     [
         ("tests", lambda _: Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0), "tests", "tests/a.py::b"),
-        ("tests", lambda _: Done(4, "ERROR: not found", 1.0), "tests", "none ran"),
-        ("tests", lambda _: Done(None, "tests/a.py::b FAILED\ntests/a.py::c PASSED", 1.0), "tests", "2 failed"),
-        ("tests", lambda _: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), "tests", "3 skipped"),
         ("train", differing, "verification", "status 1: NOT verified"),
         ("rates", lambda done: Done(1, done.output + "RuntimeError: lost", 1.0), "rates", "RuntimeError: lost"),
         (sides.OVERLAPPED, lambda _: Done(1, "RuntimeError: lost", 1.0), "throughput", "RuntimeError: lost"),
@@ -425,14 +430,29 @@ def test_shares_are_all_tests_and_none_twice(tests, count):
     assert sorted(ran) == list(range(tests))
 
 
-def test_share_without_tests_is_no_failure(tmp_path):
-    def run(command, seconds):
-        is_empty = command[-1] == "1/2"
-        return Done(checks.NO_TESTS, "1 deselected", 0.1) if is_empty else remembered(command, seconds)
+EMPTY = Done(checks.NO_TESTS, "1 deselected", 0.1)
 
-    context = Context(runner(run), "cpu", rehearses=True, trace="")
-    *_, last = checks.tests(context, Limit(time.monotonic() + 1000.0))
-    assert (last.outcome, last.detail) == (Outcome.GOOD, "4 passed")
+
+@pytest.mark.parametrize(
+    ("instead", "outcome", "words"),
+    [
+        (lambda share, done: EMPTY if share == "1/2" else done, Outcome.GOOD, "4 passed"),
+        (lambda share, done: Done(4, "ERROR: not found", 1.0), Outcome.FAILED, "none ran"),
+        (
+            lambda share, done: Done(None, "tests/a.py::b FAILED\ntests/a.py::c PASSED", 1.0),
+            Outcome.FAILED,
+            "2 failed",
+        ),
+        (lambda share, done: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), Outcome.FAILED, "3 skipped"),
+    ],
+)
+def test_what_shares_of_the_tests_end_with_is_told(instead, outcome, words):
+    """A share without tests is no failure."""
+    run = runner(lambda command, seconds: instead(command[-1], remembered(command, seconds)))
+    *_, last = checks.tests(Context(run, "cpu", rehearses=True, trace=""), Limit(time.monotonic() + 1000.0))
+    assert last.outcome is outcome
+    assert words in last.detail
+    assert outcome is Outcome.FAILED or last.detail == words
 
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):

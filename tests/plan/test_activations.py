@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from superadam.cli.plan.presets import presets  # noqa: E402
 from superadam.plan import UnplannableError, attention  # noqa: E402
-from superadam.plan.activations import LAYERS, STAGES, activations_of, peaks_of, recomputing, run  # noqa: E402
+from superadam.plan.activations import LAYERS, STAGES, Activations, activations_of, peaks_of, recomputing, run  # noqa: E402
 from superadam.plan.models import build, on_meta, with_layers  # noqa: E402
 
 SIZES = {
@@ -60,7 +60,7 @@ def measured(config: Any, loss: str, checkpointing: bool) -> int:
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpoints", "no checkpoints"])
 @pytest.mark.parametrize("loss", ["chunked", "full"])
-@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_peaks_are_those_of_the_allocator(kind: str, layers: int, loss: str, checkpointing: bool) -> None:
     """Within half a percent: real kernels have small workspaces."""
@@ -76,12 +76,10 @@ ONE_OF_EACH = {preset.model_type: name for name, preset in presets().items()}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_peaks_of_presets_lie_on_a_line(name: str) -> None:
-    """Two more periods of layers add twice what one does, within 0.1 percent."""
-    preset = presets()[name]
+    """Two more periods of layers add twice what one does, within 0.1 percent; few tokens do: logits are in chunks."""
+    config = presets()[name].config
     period = 2 if name == "gpt-oss-20b" else 1
-    runs = [
-        peaks_of(with_layers(preset.config, count * period), preset.sequences, preset.tokens) for count in (2, 3, 4)
-    ]
+    runs = [peaks_of(with_layers(config, count * period), 1, 1024) for count in (2, 3, 4)]
     for stage in STAGES:
         first, second, third = (one[stage] for one in runs)
         assert third == pytest.approx(2 * second - first, rel=0.001)
@@ -93,17 +91,21 @@ def test_parameters_of_presets_are_those_published(name: str) -> None:
     assert sum(one.numel() for one in on_meta(preset.config).parameters()) == preset.parameters
 
 
-def test_few_layers_stand_for_all() -> None:
-    config = small("llama", 8)
+def planned(config: Any) -> Activations:
     parameters = sum(one.numel() for one in on_meta(config).parameters())
-    found = activations_of(config, parameters, SEQUENCES, TOKENS)
+    return activations_of(config, parameters, SEQUENCES, TOKENS)
+
+
+def test_few_layers_stand_for_all() -> None:
+    config = small("llama", 6)
+    found = planned(config)
     assert found.layers == pytest.approx(peaks_of(config, SEQUENCES, TOKENS)[LAYERS], rel=0.001)
     assert found.last < found.layers
 
 
 @pytest.mark.parametrize("tokens", [128, 1024])
 def test_whole_logits_cost_what_they_weigh(tokens: int) -> None:
-    config = small("llama")
+    config = small("llama", 2)
     full, chunked = (peaks_of(config, 4, tokens, loss=loss)["head and loss"] for loss in ("full", "chunked"))
     assert full - chunked >= 4 * (4 * tokens - 1024) * config.vocab_size
 
@@ -111,22 +113,13 @@ def test_whole_logits_cost_what_they_weigh(tokens: int) -> None:
 def test_layers_that_differ_unannounced_are_refused() -> None:
     config = small("qwen3_moe", 6)
     config.mlp_only_layers = [5]
-    parameters = sum(one.numel() for one in on_meta(config).parameters())
     with pytest.raises(UnplannableError, match="differ in a way that its layer_types do not tell"):
-        activations_of(config, parameters, 1, 64)
+        planned(config)
 
 
-def test_attention_that_is_not_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "NAME", "eager")
-    monkeypatch.setattr(attention, "register", lambda: None)
-    with pytest.raises(UnplannableError, match=r"called the attention that can be chosen 0 times"):
-        peaks_of(small("llama"), 1, 64)
-
-
-@pytest.mark.slow
 def test_attention_that_cannot_be_chosen_is_refused() -> None:
-    config = transformers.AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=128)
-    with pytest.raises(UnplannableError):
+    config = transformers.AutoConfig.for_model("bloom", hidden_size=64, num_hidden_layers=2, vocab_size=128)
+    with pytest.raises(UnplannableError, match=r"2 layers of a bloom called the attention that can be chosen 0 times"):
         peaks_of(config, 1, 64)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
+
+from support.presets import remembering
 
 from superadam.cli.plan.presets import presets
 from superadam.integrations.remedies import remedies
@@ -30,7 +33,10 @@ from superadam.plan.memory import (
 SMALLER = {"moments": "bf16", "master": "24bit"}
 
 
-def planned(name: str, machine: str, **chosen: Any) -> tuple[Subject, Setting, Memory, Activations]:
+Planned = tuple[Subject, Setting, Memory, Activations]
+
+
+def planned(name: str, machine: str, **chosen: Any) -> Planned:
     preset = presets()[name]
     setting = Setting(sequences=preset.sequences, tokens=preset.tokens, ranks=preset.ranks)
     setting = replace(setting, **chosen)
@@ -39,8 +45,14 @@ def planned(name: str, machine: str, **chosen: Any) -> tuple[Subject, Setting, M
     return subject, setting, memory_of(subject, setting, machines.read(machine), found), found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _remembering() -> Iterator[None]:
+    with remembering():
+        yield
+
+
 @pytest.fixture(scope="module")
-def gpt_oss() -> tuple[Subject, Setting, Memory, Activations]:
+def gpt_oss() -> Planned:
     return planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192)
 
 
@@ -54,17 +66,11 @@ def test_whole_logits_of_gpt_oss_are_refused_and_named() -> None:
     assert remedies(subject, setting, machines.read("gh200"), found)[0].words == "--loss chunked"
 
 
-def test_chunked_loss_of_gpt_oss_fits(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+def test_resuming_gpt_oss_is_refused_where_training_fits(gpt_oss: Planned) -> None:
+    """Its logits are in chunks."""
     memory = gpt_oss[2]
     assert memory.trains
     assert max(map(total, memory.gpu.values())) < memory.gpu_limit
-
-
-def test_resuming_gpt_oss_is_refused_where_training_fits(
-    gpt_oss: tuple[Subject, Setting, Memory, Activations],
-) -> None:
-    memory = gpt_oss[2]
-    assert memory.trains
     assert not memory.resumes
     assert total(memory.host[RESUMING]) == pytest.approx(544e9, rel=0.005)
     assert total(memory.host[TRAINING]) - memory.waiting == pytest.approx(307e9, rel=0.005)
@@ -81,7 +87,7 @@ def test_a_desktop_trains_8_billion_parameters_with_smaller_state_only() -> None
     assert "--moments bf16 --master 24bit" in [one.words for one in remedies(subject, setting, machine, found)]
 
 
-def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: Planned) -> None:
     subject, _, memory, _ = gpt_oss
     each = [needs_of(one, is_on_host=False) for one in subject.model.parameters()]
     host = memory.host[TRAINING]
@@ -91,9 +97,7 @@ def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: tuple[Subject, Set
 
 
 @given(scales=st.lists(st.floats(0.0, 3.0), min_size=40, max_size=40))
-def test_measured_categories_replace_those_of_a_plan(
-    gpt_oss: tuple[Subject, Setting, Memory, Activations], scales: list[float]
-) -> None:
+def test_measured_categories_replace_those_of_a_plan(gpt_oss: Planned, scales: list[float]) -> None:
     """It fits if no stage of the measured ones exceeds its limit, whatever was planned."""
     memory, numbers = gpt_oss[2], iter(scales)
 
@@ -117,13 +121,13 @@ def test_ranks_divide_what_they_shard() -> None:
         assert memory.gpu["forward"]["gathered weights"] == 2 * (subject.root + 2 * layer)
 
 
-def test_one_memory_holds_both(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+def test_one_memory_holds_both(gpt_oss: Planned) -> None:
     subject, setting, _, found = gpt_oss
     memory = memory_of(subject, setting, machines.read("mi300a"), found)
     assert ("GPU and host", TRAINING) in [problem[:2] for problem in memory.problems]
 
 
-def test_accumulated_gradients_stay_on_the_gpu(gpt_oss: tuple[Subject, Setting, Memory, Activations]) -> None:
+def test_accumulated_gradients_stay_on_the_gpu(gpt_oss: Planned) -> None:
     subject, setting, memory, found = gpt_oss
     accumulated = memory_of(subject, replace(setting, micro_batches=2), machines.read("gh200"), found)
     more = total(accumulated.gpu["forward"]) - total(memory.gpu["forward"])

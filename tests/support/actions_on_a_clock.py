@@ -1,4 +1,4 @@
-"""A clock for tests of what times actions."""
+"""A clock for tests of what times actions, or sleeps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 
 
 class Clock:
-    """A clock that only the actions move, and a log of who ran."""
+    """A clock that only actions and sleepers move, and logs of who ran, and who slept for how long."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 100.0
         self.log: list[str] = []
+        self.slept: list[float] = []
 
     def __call__(self) -> float:
         return self.now
@@ -21,3 +22,7 @@ class Clock:
             self.now += next(durations)
 
         return run
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds

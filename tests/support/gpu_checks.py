@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,6 +146,15 @@ def cases(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]
         for target in targets
     ]
     return pytest.mark.parametrize(("target", *names.split()), parameters)
+
+
+ADAM_NAMES = "gradient parameter form scale maximize decoupled l2 amsgrad round aligned"
+
+
+def adam_values(variants: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of `ADAM_NAMES` of variants of the update."""
+    for *dtypes, form, flags, aligned in variants:
+        yield (*dtypes, form, *(flag in flags for flag in Flag), aligned)
 
 
 def request_of(item: pytest.Function) -> Request:

@@ -87,16 +87,9 @@ def stored_dtypes(real: torch.dtype, form: Format) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def launch_adam(
-    gradient: torch.dtype,
-    parameter: torch.dtype,
-    form: Format,
-    flags: Flag,
-    aligned: bool,
-    state: torch.dtype | None = None,
-) -> None:
-    """Make a step with state of the dtype that belongs to the parameter, if no other is given, stored as `form`."""
-    state = state or (torch.float64 if parameter == torch.float64 else torch.float32)
+def launch_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flags: Flag, aligned: bool) -> None:
+    """Make a step with state of the dtype that belongs to the parameter, stored as `form`."""
+    state = torch.float64 if parameter == torch.float64 else torch.float32
     dtypes = stored_dtypes(state, form)
     kept = {name: _tensor(64, dtype, True) for name, dtype in dtypes.items()}
     largest = _tensor(64, dtypes["exp_avg"], True) if Flag.AMSGRAD in flags else None
@@ -291,7 +284,7 @@ class Compilers:
         together: requests that one process answers.
     """
 
-    def __init__(self, requests: Sequence[Request], cache: Path, *, assembles: bool = True, together: int = 16) -> None:
+    def __init__(self, requests: Sequence[Request], cache: Path, *, assembles: bool = True, together: int = 64) -> None:
         self._cache = cache
         self._assembles = assembles
         self._threads = ThreadPoolExecutor(2)

@@ -35,9 +35,7 @@ def load_package(kernels: str, directories: list[str]) -> None:
     torch: Any = types.ModuleType("torch")
     torch.Tensor = type("Tensor", (), {})
     sys.modules["torch"] = torch
-    spec = importlib.util.spec_from_file_location("superadam._kernels", kernels)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("superadam._kernels", kernels)
     module = importlib.util.module_from_spec(spec)
     sys.modules["superadam._kernels"] = module
     spec.loader.exec_module(module)

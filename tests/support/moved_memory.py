@@ -155,41 +155,35 @@ class Action(NamedTuple):
     do: Callable[[Run, Tensor, str], object]
 
 
-def _of_state(change: Callable[[Tensor], object]) -> Callable[[Run, Tensor, str], object]:
+def _with_state(use: Callable[[Run, dict[str, Any], str, Tensor], object]) -> Callable[[Run, Tensor, str], object]:
+    """Return what uses a tensor of a parameter's state, if it is there, with the state and its name in it."""
+
     def do(run: Run, parameter: Tensor, key: str) -> None:
         value = run.tensor(parameter, key)
         if value is not None:
-            change(value)
+            use(run, run.optimizer.state[parameter], key, value)
 
     return do
+
+
+def _of_state(change: Callable[[Tensor], object]) -> Callable[[Run, Tensor, str], object]:
+    return _with_state(lambda run, state, key, value: change(value))
 
 
 def _put(new: Callable[[Tensor], Any]) -> Callable[[Run, Tensor, str], object]:
-    def do(run: Run, parameter: Tensor, key: str) -> None:
-        value = run.tensor(parameter, key)
-        if value is not None:
-            run.optimizer.state[parameter][key] = new(value)
-
-    return do
+    return _with_state(lambda run, state, key, value: state.update({key: new(value)}))
 
 
 def _put_and_hold(new: Callable[[Tensor], Tensor]) -> Callable[[Run, Tensor, str], object]:
-    def do(run: Run, parameter: Tensor, key: str) -> None:
-        value = run.tensor(parameter, key)
-        if value is not None:
-            run.held.append(new(value))
-            run.optimizer.state[parameter][key] = run.held[-1]
+    def use(run: Run, state: dict[str, Any], key: str, value: Tensor) -> None:
+        run.held.append(new(value))
+        state[key] = run.held[-1]
 
-    return do
+    return _with_state(use)
 
 
 def _hold(what: Callable[[Tensor], object]) -> Callable[[Run, Tensor, str], object]:
-    def do(run: Run, parameter: Tensor, key: str) -> None:
-        value = run.tensor(parameter, key)
-        if value is not None:
-            run.held.append(what(value))
-
-    return do
+    return _with_state(lambda run, state, key, value: run.held.append(what(value)))
 
 
 def _to_held(change: Callable[[Tensor], object]) -> Callable[[Run, Tensor, str], object]:

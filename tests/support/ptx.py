@@ -114,16 +114,21 @@ class Bytes:
 
     NOBODY, SEVERAL = -1, -2
 
-    def __init__(self, data: Array, threads: int, is_shared: bool) -> None:
+    def __init__(self, data: Array, threads: int, is_shared: bool, grain: int) -> None:
         self.data = data
         self._threads = threads
         self._is_shared = is_shared
-        self._is_set = np.full(len(data), not is_shared)
-        # Of each byte: the thread, its program, and how many barriers it had passed.
-        self._past = {what: np.full((3, len(data)), self.NOBODY, np.int64) for what in ("read", "write")}
+        self._grain = grain  # bytes that are accessed together or not at all
+        numel = -(-len(data) // grain)
+        self._is_set = np.full(numel, not is_shared)
+        # Of each grain: the thread, its program, and how many barriers it had passed.
+        self._past = {what: np.full((3, numel), self.NOBODY, np.int32) for what in ("read", "write")}
 
-    def _note(self, at: Array, size: int, thread: Array, epoch: int, what: str) -> None:
-        at, thread = (at[:, None] + np.arange(size)).reshape(-1), np.repeat(thread, size)
+    def note(self, at: Array, size: int, thread: Array, epoch: int, what: str) -> None:
+        """Note that threads access `size` bytes each."""
+        count = size // self._grain
+        at = ((at // self._grain)[:, None] + np.arange(count)).reshape(-1)
+        thread = np.repeat(thread.astype(np.int32), count)
         program = thread // self._threads
         if what == "write":
             self._is_set[at] = True
@@ -146,18 +151,22 @@ class Bytes:
                 raise ExecutionError("a race: two threads write the same byte at once")
             past[row, at[is_other]] = self.SEVERAL
 
-    def load(self, at: Array, kind: np.dtype[Any], thread: Array, epoch: int) -> Array:
-        self._note(at, kind.itemsize, thread, epoch, "read")
+    def load(self, at: Array, kind: np.dtype[Any]) -> Array:
         result: Array = self.data.view(kind)[at // kind.itemsize]
         return result
 
-    def store(self, at: Array, values: Array, thread: Array, epoch: int) -> None:
+    def store(self, at: Array, values: Array) -> None:
         """Write; several threads may write the same value to shared memory at once, as Triton lets them."""
-        self._note(at, values.itemsize, thread, epoch, "write")
         data, at = self.data.view(values.dtype), at // values.itemsize
         data[at] = values
         if np.any(data[at] != values):
             raise ExecutionError("a race: two threads write different values at once")
+
+
+def smallest_access(kernel: Kernel, space: str) -> int:
+    """Return how many bytes the elements have that a kernel accesses in a space, the smallest ones."""
+    accesses = (re.fullmatch(rf"(?:ld|st)\.{space}\b.*\.[bs](\d+)", one.name) for one in kernel.instructions)
+    return min((int(match[1]) // 8 for match in accesses if match), default=1)
 
 
 class Memory:
@@ -493,8 +502,9 @@ class Run:
         self.executed: Counter[int] = Counter()
         self.programs = np.array(programs, np.uint32)
         self.shared_size = -(-shared // 16) * 16
-        self.globals = Bytes(memory.read_in(), threads, False)
-        self.shared = Bytes(np.zeros(self.shared_size * len(programs), np.uint8), threads, True)
+        self.globals = Bytes(memory.read_in(), threads, False, smallest_access(kernel, "global"))
+        shared_data = np.zeros(self.shared_size * len(programs), np.uint8)
+        self.shared = Bytes(shared_data, threads, True, smallest_access(kernel, "shared"))
         groups = [Group(0, np.arange(len(programs)))]
         with np.errstate(all="ignore"):
             while groups:
@@ -633,15 +643,15 @@ class Run:
                 raise ExecutionError("an address in shared memory is out of range or not aligned")
             bytes_, at = self.shared, (thread // self.threads) * self.shared_size + address.astype(np.int64)
         kind = np.dtype(f"u{size}")
+        bytes_.note(at, size * len(values), thread, self.group.epoch, "read" if is_load else "write")
         for number, one in enumerate(values):
             if is_load:
-                loaded = bytes_.load(at + number * size, kind, thread, self.group.epoch)
                 whole = np.zeros(len(self.lane), kind)
-                whole[lanes] = loaded
+                whole[lanes] = bytes_.load(at + number * size, kind)
                 self.put(one, typed(whole, match[4] + match[5]), guard)
             else:
                 stored = self.value(one, kind.type)[lanes].astype(kind)
-                bytes_.store(at + number * size, stored, thread, self.group.epoch)
+                bytes_.store(at + number * size, stored)
 
     def _exchange(self, name: str, operands: tuple[Any, ...]) -> None:
         to, source, *rest = operands

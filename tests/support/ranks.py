@@ -207,9 +207,7 @@ def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]
 @functools.cache
 def _module(path: str) -> Any:
     name = f"on_rank_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

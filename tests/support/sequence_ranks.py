@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import long_sequences as example
 import torch
 import torch.distributed as dist
 from support.ranks import preload, run
@@ -26,24 +25,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequences.py"
 ROWS, SEQUENCE, VOCABULARY = 2, 32, 64
 
 Tensors = Mapping[str, Tensor]
 Arguments = dict[str, Any]
 
-
-def load_example() -> ModuleType:
-    """Import the example, which is in no package."""
-    spec = importlib.util.spec_from_file_location("long_sequences", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
 
 for model in (*example.MODELS, Gemma2ForCausalLM):
     preload(model.__module__)
