@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,17 @@ def run_apart(work: Callable[..., Any], ranks: int, cases: Sequence[dict[str, An
         if left:
             raise RankError(f"these hung: {[cases[n] for n, here in enumerate(workers) if set(here) & set(left)]}")
         return [[_ending(worker) for worker in here] for here in workers]
+
+
+def start(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Call `work(*arguments)`, which its module holds, in a process of its own, which may start others."""
+    process = _processes.Process(target=_call, args=(inspect.getfile(work), work.__name__, arguments))
+    process.start()
+    return process
+
+
+def _call(path: str, name: str, arguments: tuple[Any, ...]) -> None:
+    getattr(_module(path), name)(*arguments)
 
 
 def _is_stopped(process: Any) -> bool:
