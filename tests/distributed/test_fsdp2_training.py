@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
 ]
 
-STEPS = 12
+STEPS, BAD_STEP = 6, 4
 MICRO_BATCHES = 2
 LIMIT = 0.5
 
@@ -58,7 +58,7 @@ def test_training(rank, name, dtype):
     with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=10_000) as scheduler:
         for step in range(STEPS):
             backward(model, rank, step)
-            if step == 7 and rank == 1:
+            if step == BAD_STEP and rank == 1:
                 local(oracle.tensors[3].grad).view(-1)[5] = math.nan
             oracle.copy_gradients()
             if step % 3 == 2:
@@ -68,7 +68,7 @@ def test_training(rank, name, dtype):
             optimizer.max_grad_norm = limit = LIMIT if step % 3 == 1 else None
             optimizer.step()
             norm, outcome = oracle.step(limit), optimizer.last_outcome
-            if step == 7:
+            if step == BAD_STEP:
                 assert (outcome.kind, outcome.nonfinite) == (StepKind.SKIPPED, 1)
             else:
                 # The norm of products is computed less exactly: each is rounded, or the factor is.
@@ -78,7 +78,7 @@ def test_training(rank, name, dtype):
                 for twin in oracle.twins:
                     local(twin.grad).mul_(outcome.clip_coefficient)
                 fused.step()
-            if step in (6, STEPS - 1):
+            if step in (BAD_STEP - 1, STEPS - 1):
                 oracle.check()
             optimizer.zero_grad()
         assert scheduler.statistics.buckets > 2 * STEPS

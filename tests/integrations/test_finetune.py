@@ -39,7 +39,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
 )
-STEPS, SAVED = 8, 3
+STEPS, SAVED = 6, 3
 CAN_OVERLAP = len(os.sched_getaffinity(0)) > 1
 
 
@@ -133,7 +133,7 @@ def accepted_in(out: Path) -> int:
 @pytest.fixture(scope="module")
 def whole(folder, one_torch_thread):
     """Return what a run that nobody stopped wrote, and printed."""
-    return folder / "whole", finetune(folder, folder / "whole", "--eval_strategy=steps", "--eval_steps=4")
+    return folder / "whole", finetune(folder, folder / "whole", "--eval_strategy=steps", "--eval_steps=3")
 
 
 def test_the_loss_falls_and_the_costs_are_told(whole):
