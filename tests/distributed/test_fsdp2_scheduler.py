@@ -49,7 +49,15 @@ def sharded(
     model = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in shapes]).to(dtype)
     ignored = {model[1].bias} if mesh == "ignored" else None
     policy = MixedPrecisionPolicy(**ROUNDED)
-    wrap([*model, model], mp_policy=policy, ignored_params=ignored, **ways_to_shard(mesh), **options)
+    if mesh == "tied":
+        model[1].weight = model[0].weight
+    wrap(
+        [model] if mesh == "tied" else [*model, model],
+        mp_policy=policy,
+        ignored_params=ignored,
+        **ways_to_shard(mesh),
+        **options,
+    )
     return model
 
 
@@ -137,6 +145,7 @@ PROGRAMS = {
     "every step is clipped": Program(shapes=FINE, clips="ours", options={"lr": 1e-5}),
     "torch clips every step": Program(shapes=FINE, steps=9, clips="torch", options={"lr": 1e-5}),
     "smaller state": Program(options={"moments": "8bit", "master": "24bit"}, shapes=[(64, 128), (128, 64)]),
+    "tied weights": Program(shapes=[(8, 8)] * 2, mesh="tied"),
 }
 
 
