@@ -401,14 +401,14 @@ def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
     load(tmp_path, model, optimizer)
 
 
-def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path, monkeypatch):
     """As one that waited for the save that it interrupts would wait for ever."""
     monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.1)
     model, optimizer = make(SpeculativeCPUAdamW)
     save(tmp_path, model, optimizer)
     words = list[str]()
 
-    def save_again(*_: object) -> None:
+    def save_again(*_):
         with pytest.raises(CheckpointError) as error:
             save(tmp_path, model, optimizer, wait=False)
         words.append(str(error.value))

@@ -265,7 +265,7 @@ def rehearse(rank: int, folder: Path, names: list[str], ranks: int, environment:
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(2, ["qwen3-30b-a3b", "seed-oss-36b"]), (4, ["llama-3.1-70b"])])
-def test_presets_for_several_gpus_are_rehearsed_without_any(folder: Path, ranks: int, names: list[str]) -> None:
+def test_presets_for_several_gpus_are_rehearsed_without_any(folder, ranks, names):
     """With the published configuration, from which a small model of the same kind is made."""
     for name in names:
         assert PRESETS[name].ranks == ranks
@@ -307,10 +307,8 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(folder, whole):
     assert digests(out) == digests(whole[0])
 
 
-def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(
-    folder: Path, whole: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def on_step_end(self: OffloadCallback, args: Any, state: Any, control: Any, **_: Any) -> None:
+def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(folder, whole, monkeypatch):
+    def on_step_end(self, args, state, control, **_):
         if state.global_step == SAVED + 1:
             signal.raise_signal(signal.SIGTERM)
 
