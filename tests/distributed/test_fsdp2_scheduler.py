@@ -15,7 +15,7 @@ import torch
 from support.late_gradients import LateGradients, beside
 from support.overlap import ImmediateDevice, ThreadDevice
 from support.ranks import on_ranks
-from support.shards import ROUNDED, SHAPES, assert_same, local, parts_of, ways_to_shard, wrap
+from support.shards import DEVICES, ROUNDED, SHAPES, assert_same, local, parts_of, ways_to_shard, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -33,13 +33,6 @@ LAYERS = tuple(SHAPES[:3])
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
-
-DEVICES: dict[str, Callable[[], tuple[Device, int]]] = {
-    "host": lambda: (ThreadDevice(), 0),
-    "simulated": lambda: (SimulatedDevice(1, 0.5), 0),
-    "kept": lambda: (SimulatedDevice(2, 0.5), 2),
-}
-"""Where schedulers work, and how many buckets stay there."""
 
 
 def sharded(
@@ -130,7 +123,7 @@ FINE = [(16, 33), (33, 64), (64, 16)]
 PROGRAMS = {
     "fp32": Program(FP32),
     "bf16": Program(),
-    "three micro-batches, reduced at once": Program(micro_batches=3, syncs=False),
+    "two micro-batches, reduced at once": Program(micro_batches=2, syncs=False),
     "three micro-batches, announced": Program(micro_batches=3, announces=True),
     "parts that are cut": Program(shapes=(SHAPES[0], (5, 2000), (2000, 3))),
     "replicas": Program(FP32, [(8, 8)] * 2, "replicate"),
@@ -260,7 +253,6 @@ def test_sums_of_micro_batches_stay_in_fp32(rank, micro_batches):
     for micro in range(micro_batches):
         loss_of(twin, rank, 0, micro).backward()
         for total, parameter in zip(sums, twin.parameters(), strict=True):
-            assert parameter.grad is not None
             total += local(parameter.grad)
         twin.zero_grad()
     model = sharded(torch.bfloat16)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +213,3 @@ def test_bad_input_is_one_sentence_and_writes_nothing(words, sentence, capsys):
     assert printed.err.startswith(f"train.py: {sentence}")
     assert (printed.err.count("\n"), printed.out) == (1, "")
     assert {path: path.read_bytes() for path in Path().rglob("*")} == before
-
-
-def test_missing_module_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(SystemExit, match=r'train.py cannot be run \(.*rich.*\); pip install "superadam\[cli\]"'):
-        runpy.run_path(str(train.__file__))

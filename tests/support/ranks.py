@@ -26,6 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
@@ -217,7 +218,6 @@ def _ending(worker: _Worker) -> Ending:
         result = worker.connection.recv()
     except EOFError:
         result = ENDED
-    assert worker.process.exitcode is not None
     return Ending(result, worker.process.exitcode)
 
 
@@ -236,12 +236,18 @@ def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     return decorate
 
 
+def raises(error: type[Exception] | tuple[type[Exception], ...], pattern: str, call: Callable[[], object]) -> None:
+    """Check that on this rank, a call raises an error that is one sentence."""
+    with pytest.raises(error, match=pattern) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 450
+
+
 @functools.cache
 def _module(path: str) -> Any:
     name = f"on_rank_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
