@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import ENDED, on_ranks, run
+from support.ranks import ENDED, on_ranks, raises, run
 from support.shards import local, wrap
 from support.visible import bits
 from torch import nn
@@ -32,13 +32,6 @@ def cut(*shape: int, mesh: Any = None, placements: Any = None, dtype: torch.dtyp
 
 def seen(*parameters: Any) -> list[Any]:
     return [bits(local(parameter)) for parameter in parameters]
-
-
-def raises(error: type[Exception], pattern: str, call: Any) -> None:
-    with pytest.raises(error, match=pattern) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 450
 
 
 # -- one verdict -------------------------------------------------------------------------------------------------------
@@ -76,7 +69,9 @@ def test_nan_on_one_rank(rank, shape, speculative):
 
 @on_ranks(3)
 def test_the_norm_is_that_of_all_ranks(rank):
-    parameters = [cut(7, 2), cut(1), cut(4, 3, placements=[Shard(1)]), cut(2, placements=[Replicate()])]
+    """In which replicas count once."""
+    replicas = [cut(2, placements=[Replicate()]), cut(placements=[Replicate()])]
+    parameters = [cut(7, 2), cut(1), cut(4, 3, placements=[Shard(1)]), *replicas]
     optimizer = SpeculativeCPUAdamW(parameters, max_grad_norm=2.0)
     for parameter in parameters:
         torch.manual_seed(rank if parameter.placements != (Replicate(),) else 7)

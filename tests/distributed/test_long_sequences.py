@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import long_sequences as example
 import pytest
 import torch
 import torch.distributed as dist
-from support.sequence_ranks import CASES, REFUSALS, ROWS, SEQUENCE, Case, Tensors, example, report_of_ranks
-from torch import nn
-from transformers import masking_utils
+from support.ranks import preload, run
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    Gemma2ForCausalLM,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    masking_utils,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROWS, SEQUENCE, VOCABULARY = 2, 32, 64
 
 TOLERANCE = 2 * ROWS * SEQUENCE * 2**-24
 """Relative error of a parameter's gradient, which is a sum over at most this number of tokens.
@@ -20,10 +37,227 @@ Slices add up the same fp32 terms in another order, and an addition rounds to 24
 without positions, 0.3.
 """
 
+Tensors = Mapping[str, Tensor]
+Arguments = dict[str, Any]
+
+for model in (*example.MODELS, Gemma2ForCausalLM):
+    preload(model.__module__)
+
+
+# ---- what ranks compute ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it lies on the ranks.
+
+    Attributes:
+        options: of the model's configuration.
+        shape: the number of batches, and of ranks that share the sequences of each.
+        sharding: over "all" ranks, over the 2-D "mesh" (replicated along batches), or "none".
+        checkpointing: whether blocks are computed once more in backward.
+    """
+
+    name: str
+    model: type[PreTrainedModel] = LlamaForCausalLM
+    options: Mapping[str, Any] = field(default_factory=dict)
+    shape: tuple[int, int] = (1, 2)
+    sharding: str = "all"
+    checkpointing: bool = False
+
+    def make_model(self) -> PreTrainedModel:
+        """Return a small model, with random weights so large that attention looks at positions."""
+        torch.manual_seed(7)
+        options = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 2 * SEQUENCE,
+            "initializer_range": 0.2,
+            "sliding_window": 5,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
+            "pad_token_id": None,
+            "use_cache": False,
+        }
+        return self.model(self.model.config_class(**options | dict(self.options)))
+
+    def batches(self) -> tuple[Tensor, Tensor]:
+        """Return ids and labels of all rows; halves of a sequence have different numbers of labels."""
+        generator = torch.Generator().manual_seed(11)
+        ids = torch.randint(VOCABULARY, (self.shape[0] * ROWS, SEQUENCE), generator=generator)
+        return ids, ids.masked_fill(torch.arange(SEQUENCE) % 5 < torch.arange(len(ids)).unsqueeze(1), -100)
+
+    def whole_gradients(self, **arguments: Any) -> Tensors:
+        """Return the gradients of whole sequences, computed in one process by transformers alone."""
+        model = self.make_model()
+        ids, labels = self.batches()
+        model(ids, labels=labels, **arguments).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def distributed_model(self) -> tuple[PreTrainedModel, dist.ProcessGroup, int]:
+        """Return this rank's part of the model, the ranks that share sequences with it, and which batch it has."""
+        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=("data", "sequence"))
+        model = self.make_model()
+        example.use_ulysses(model, mesh.get_group("sequence"))
+        if self.checkpointing:
+            model.activation_checkpointing_enable()
+        if self.sharding != "none":
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=mesh if self.sharding == "mesh" else None)
+        return model, mesh.get_group("sequence"), mesh.get_local_rank("data")
+
+    def arguments(self, group: dist.ProcessGroup, batch: int) -> Arguments:
+        """Return what this rank gives its model."""
+        rows = slice(batch * ROWS, (batch + 1) * ROWS)
+        arguments: Arguments = example.shard_batch(*(part[rows] for part in self.batches()), group)
+        return arguments
+
+    def gradients(self, model: PreTrainedModel, arguments: Arguments) -> Tensors:
+        """Run forward and backward on this rank's slice, and return gradients averaged over all ranks."""
+        model(**arguments).loss.backward()
+        if self.sharding != "none":
+            return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def _ropes() -> list[Case]:
+    """Return a case for each type of rotary embeddings."""
+    parameters = {
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": SEQUENCE // 2,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    return [
+        Case(f"{rope} rope", options={"rope_parameters": {"rope_type": rope, **parameters}})
+        for rope in example.ROPE_TYPES
+    ]
+
+
+CASES = [
+    *(Case(model.__name__, model) for model in example.MODELS),
+    *_ropes(),
+    Case("replicated", sharding="none"),
+    Case("checkpointing", checkpointing=True),
+    Case("one head of keys", options={"num_key_value_heads": 1}),
+    Case("as many heads of keys", options={"num_key_value_heads": 4}),
+    Case("two batches", shape=(2, 2)),
+    Case("two batches, replicated along them", shape=(2, 2), sharding="mesh"),
+    Case("four ranks share a sequence", shape=(1, 4)),
+    Case("four ranks share sinks", GptOssForCausalLM, shape=(1, 4), checkpointing=True),
+    Case(
+        "six heads of keys for four ranks",
+        options={"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6},
+        shape=(1, 4),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is refused in a sentence that holds `words`.
+
+    Attributes:
+        model, options: as those of a case.
+        batch: makes of ids, or labels, those of this rank.
+        change: of what the model is given, in place.
+    """
+
+    words: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    change: Callable[[Arguments], Any] = len
+    batch: Callable[[Tensor], Tensor] = torch.clone
+    model: type[PreTrainedModel] = LlamaForCausalLM
+
+    def sentence(self) -> str | None:
+        """Return it; None where everything was computed."""
+        case = Case("", self.model, self.options, sharding="none")
+        try:
+            model, group, _ = case.distributed_model()
+            arguments = example.shard_batch(*map(self.batch, case.batches()), group)
+            self.change(arguments)
+            model.train()(**arguments)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def _set(**arguments: Any) -> Callable[[Arguments], None]:
+    return lambda of_rank: of_rank.update(arguments)
+
+
+def _restart(every: int) -> Callable[[Arguments], None]:
+    return lambda of_rank: of_rank.update(position_ids=of_rank["position_ids"] % every)
+
+
+REFUSALS = {
+    "padding": Refusal("no masks for padding", change=_set(attention_mask=torch.ones(ROWS, SEQUENCE // 2))),
+    "a mask of one's own": Refusal("attention_mask", change=_set(attention_mask=torch.zeros(ROWS, 1, 16, 16))),
+    "packing in a slice": Refusal("packed sequences", change=_restart(8)),
+    "packing in one slice": Refusal("packed sequences", change=_restart(20)),
+    "packing between slices": Refusal("position_ids are not those", change=_restart(SEQUENCE // 2)),
+    "packing with a window": Refusal("packed sequences", change=_restart(8), model=MistralForCausalLM),
+    "no positions": Refusal("position_ids are not those", change=lambda of_rank: of_rank.pop("position_ids")),
+    "lengths of packed sequences": Refusal("cu_seq_lens_q", change=_set(cu_seq_lens_q=torch.tensor([0, 4]))),
+    "a window of the call": Refusal("sliding_window", change=_set(sliding_window=8)),
+    "a cap": Refusal("softcap", change=_set(softcap=30.0)),
+    "dropout": Refusal("dropout", {"attention_dropout": 0.1}),
+    "a cache": Refusal("use_cache", change=_set(use_cache=True)),
+    "weights": Refusal("output_attentions", change=_set(output_attentions=True)),
+    "attention to later tokens": Refusal("no masks", change=_set(is_causal=False)),
+    "a model that looks at later tokens": Refusal("no masks", {"is_causal": False}),
+    "loss of a router": Refusal("output_router_logits", {"output_router_logits": True}, model=MixtralForCausalLM),
+    "loss of a router in the call": Refusal(
+        "output_router_logits", change=_set(output_router_logits=True), model=MixtralForCausalLM
+    ),
+    "three heads": Refusal(
+        "3 heads cannot be divided among 2", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    ),
+    "dynamic rope": Refusal(
+        "type dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    ),
+    "a sequence of 31": Refusal("31 tokens cannot be divided", batch=lambda ids: ids[:, 1:]),
+    "batches that differ": Refusal("different batches", batch=lambda ids: ids + dist.get_rank()),
+    "another model": Refusal("Gemma2ForCausalLM was not checked", model=Gemma2ForCausalLM),
+    "another head": Refusal("LlamaForSequenceClassification was not checked", model=LlamaForSequenceClassification),
+}
+
+
+def report(rank: int, folder: str) -> None:
+    ranks = dist.get_world_size()
+    made = [(case, *case.distributed_model()) for case in CASES if math.prod(case.shape) == ranks]
+    found: dict[str, Any] = {
+        case.name: case.gradients(model, case.arguments(group, batch)) for case, model, group, batch in made
+    }
+    if ranks == 2:
+        found["refusals"] = {name: refusal.sentence() for name, refusal in REFUSALS.items()}
+        found["example"] = list(example.train(steps=3, sequence=64, sequence_ranks=2))
+    torch.save(found, f"{folder}/{ranks}-{rank}")
+
+
+# ---- what they report ------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return report_of_ranks(tmp_path_factory.mktemp("ranks"))
+    """Return what each of two ranks reports, and each of four."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for ranks in (2, 4):
+        run(report, ranks, folder=str(folder))
+    return {ranks: [torch.load(folder / f"{ranks}-{rank}") for rank in range(ranks)] for ranks in (2, 4)}
 
 
 def errors(case: Case, gradients: Tensors) -> list[float]:

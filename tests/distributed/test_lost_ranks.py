@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import re
@@ -19,7 +20,7 @@ import pytest
 import torch
 from support.overlap import ThreadDevice
 from support.ranks import ENDED, Ending, preload, run, run_apart
-from support.shards import SHAPES, parts_of, wrap
+from support.shards import ROUNDED, parts_of, wrap
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -39,8 +40,11 @@ IS_DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 
 preload("superadam.integrations.distributed_checkpoint")
 
-STEPS, SAVED, LOST = 6, 3, 4
-"""A checkpoint is saved after every three steps; ranks are lost in the fifth, or in the save after the sixth."""
+STEPS, SAVED, LOST = 4, 2, 2
+"""A checkpoint is saved after every two steps; ranks are lost in the third, or in the save after the fourth."""
+
+WIDTHS = [7, 5, 9]
+"""Of layers with uneven parts."""
 
 SECONDS = 3
 """The group's timeout, once a rank is about to be stopped; ranks that a loaded machine slows down end with its error,
@@ -162,8 +166,8 @@ def train(
 ) -> tuple[Bits, int]:
     """Train to the end, from the checkpoint in the folder if there is one; return also the calls in the step `LOST`."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in SHAPES]).bfloat16()
-    wrap([*model, model], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    model: Any = nn.Sequential(*[nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)]).bfloat16()
+    wrap([*model, model], mp_policy=MixedPrecisionPolicy(**ROUNDED))
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: in_own_hook(parameter))
@@ -182,7 +186,7 @@ def train(
                 loss_of_rank.arm()
             for micro in range(2):
                 generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-                inputs = torch.randn(3, SHAPES[0][0], generator=generator).bfloat16()
+                inputs = torch.randn(3, WIDTHS[0], generator=generator).bfloat16()
                 loss = (model(inputs) - 1).float().square().sum()
                 loss.backward()
             in_own_code()

@@ -27,8 +27,8 @@ from superadam.testing import SimulatedDevice
 
 pytestmark = [pytest.mark.timeout(300)]
 
-PROGRAMS = 240 if os.environ.get("SUPERADAM_DEEP") else 8
-STEPS = 7
+PROGRAMS = 240 if os.environ.get("SUPERADAM_DEEP") else 6
+STEPS = 6
 
 
 class Run:

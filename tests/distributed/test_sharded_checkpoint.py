@@ -106,7 +106,7 @@ def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, 
 @pytest.mark.parametrize(("dtype", "waits"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_state_is_the_same_on_any_number_of_ranks(kind, dtype, waits, tmp_path):
     saved = []
-    for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (4, 2)]):
+    for seed, (size, replicas) in enumerate([(3, 1), (1, 1), (4, 2)]):
         options = {"replicas": replicas, "dtype": dtype, "waits": waits}
         results = ranks.run(resume, size, kind=kind, folder=str(tmp_path), seed=seed, **options)
         for loaded, _, extra in results:
@@ -115,7 +115,7 @@ def test_state_is_the_same_on_any_number_of_ranks(kind, dtype, waits, tmp_path):
         saved.append(results[0][1])
         assert all(result[1] == saved[-1] for result in results)
         assert seed == 0 or saved[-1] != saved[-2]
-    assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000003", "save-00000004"]
+    assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000002", "save-00000003"]
 
 
 def save_beside_training(folder: str, model: Any, optimizer: Any) -> None:
@@ -123,10 +123,10 @@ def save_beside_training(folder: str, model: Any, optimizer: Any) -> None:
     wait()
 
 
-def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
+def fail_together(rank: int, *, folder: str) -> list[str]:
     """Fail on one rank in many ways; return the sentences, after each of which nothing has changed."""
     path = Path(folder)
-    model, optimizer = make(kind, 0)
+    model, optimizer = make(SpeculativeCPUAdamW, 0)
     train(model, optimizer, 0)
     save(folder, model, optimizer, extra="older")
     newest = save(folder, model, optimizer, extra="newer")
@@ -171,9 +171,8 @@ def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind, tmp_path):
-    first, second = ranks.run(fail_together, 2, kind=kind, folder=str(tmp_path))
+def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(tmp_path):
+    first, second = ranks.run(fail_together, 2, folder=str(tmp_path))
     assert first == second
     assert not [sentence for sentence in first if "\n" in sentence]
     saves, loads = first[:5], first[5:]
@@ -187,25 +186,27 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind, tm
     assert all(sentence.endswith(intact) for sentence in loads[1:])
 
 
-def die(rank: int, *, folder: str, victim: int, waits: bool) -> str:
-    """Kill one rank in the middle of a save; return what the other one raises."""
-    model, optimizer = make(SpeculativeCPUAdamW, 3)
-    load(folder, model, optimizer)
+def die(rank: int, *, folder: str, victim: int, waits: bool) -> tuple[Any, str]:
+    """Kill one rank in the middle of the second save; return the first one's content, and what the other raises."""
+    model, optimizer = make(SpeculativeCPUAdamW, 0)
+    train(model, optimizer, 0)
+    save(folder, model, optimizer, extra=[])
+    saved = content(model, optimizer)
+    train(model, optimizer, 1)
     if rank == victim:
         checkpoint_folder.sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as error:
         (save if waits else save_beside_training)(folder, model, optimizer)
-    return str(error.value)
+    return saved, str(error.value)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_rank_that_is_killed_leaves_the_older_one(victim, waits, tmp_path):
-    _, saved, _ = ranks.run(resume, 2, kind=SpeculativeCPUAdamW, folder=str(tmp_path), seed=0)[0]
     results = ranks.run(die, 2, folder=str(tmp_path), victim=victim, waits=waits)
     assert results[victim] == ranks.ENDED
-    words = results[1 - victim]
+    saved, words = results[1 - victim]
     if not waits:
         assert words.startswith("cannot end a save in the background: ")
         assert "see whether a rank has ended" in words

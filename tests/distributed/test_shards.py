@@ -115,21 +115,6 @@ def test_every_kind_of_shard(rank, mesh, dtype):
     assert {value.device.type for value in entry.values()} == {"cpu"}
 
 
-@BOTH
-@on_ranks(2)
-def test_a_replicated_parameter_counts_once(rank, dtype):
-    mesh = init_device_mesh("cpu", (2,))
-    whole = nn.Parameter(distribute_tensor(torch.ones(3, 2, dtype=dtype), mesh, [Replicate()]))
-    cut = nn.Parameter(distribute_tensor(torch.ones(3, dtype=dtype), mesh, [Shard(0)]))
-    scalar = nn.Parameter(distribute_tensor(torch.tensor(1.0, dtype=dtype), mesh, [Replicate()]))
-    for parameter in (whole, cut, scalar):
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = SpeculativeCPUAdamW([whole, cut, scalar])
-    assert optimizer.clip_grad_norm_(torch.inf).item() == 10**0.5
-    optimizer.step()
-    assert optimizer.state[scalar]["exp_avg"].placements == (Replicate(),)
-
-
 OPTIONS: dict[str, Any] = {
     "default": {},
     "not resharded": {"reshard_after_forward": False},

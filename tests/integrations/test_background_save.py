@@ -8,8 +8,6 @@ import io
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,8 +19,9 @@ import torch
 from integrations.test_distributed_checkpoint import Model, make, train
 from support.children import exit_code_of_child, memory_of_process
 from support.machines import machine
+from support.ranks import Ending, run_apart
 from support.visible import content
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
@@ -402,14 +401,14 @@ def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
     load(tmp_path, model, optimizer)
 
 
-def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path, monkeypatch):
     """As one that waited for the save that it interrupts would wait for ever."""
     monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.1)
     model, optimizer = make(SpeculativeCPUAdamW)
     save(tmp_path, model, optimizer)
     words = list[str]()
 
-    def save_again(*_: object) -> None:
+    def save_again(*_):
         with pytest.raises(CheckpointError) as error:
             save(tmp_path, model, optimizer, wait=False)
         words.append(str(error.value))
@@ -621,20 +620,15 @@ def test_failure_is_raised_at_the_next_call_and_training_goes_on(tmp_path):
     assert load(tmp_path, model, optimizer) == "older"
 
 
-PROGRAM = """
-import sys, torch
-from integrations.test_distributed_checkpoint import make, train
-from superadam import SpeculativeCPUAdamW
-from superadam.integrations.distributed_checkpoint import load, save
-model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
-load(sys.argv[1], model, optimizer)
-train(model, optimizer, 1)
-save(sys.argv[1], model, optimizer, extra="the last", wait=False)
-"""
+def end_during_a_save(rank: int, folder: Path) -> None:
+    distributed.destroy_process_group()
+    model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
+    load(folder, model, optimizer)
+    train(model, optimizer, 1)
+    save(folder, model, optimizer, extra="the last", wait=False)
 
 
 @pytest.mark.slow
-@pytest.mark.subprocess
 @pytest.mark.parametrize("delay", [0.01, *(pytest.param(ms / 1000, marks=pytest.mark.deep) for ms in range(0, 50, 3))])
 def test_save_that_is_killed_leaves_a_whole_one_and_the_interpreter_ends_when_the_save_has(delay, tmp_path):
     pair = make(SpeculativeCPUAdamW, torch.bfloat16)
@@ -655,6 +649,5 @@ def test_save_that_is_killed_leaves_a_whole_one_and_the_interpreter_ends_when_th
     for seed in range(step + 1):
         train(*pair, 1, seed=seed)
     assert content(*loaded) == content(*pair)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONSAFEPATH": "1"}
-    subprocess.run([sys.executable, "-c", PROGRAM, folder], check=True, env=environment)
+    assert run_apart(end_during_a_save, 1, [{"folder": folder}]) == [[Ending(None, 0)]]
     assert load(folder, *loaded) == "the last"

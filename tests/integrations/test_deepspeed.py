@@ -101,7 +101,7 @@ def expected_losses(folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_run_goes_on_with_the_bits_and_losses_of_deepspeed(folder: str) -> None:
+def test_a_run_goes_on_with_the_bits_and_losses_of_deepspeed(folder):
     model, optimizer = training()
     assert deepspeed.load(DATA / folder, model, optimizer) == deepspeed_run.STEPS
     found = loaded(model, optimizer)
@@ -122,14 +122,14 @@ def test_a_run_goes_on_with_the_bits_and_losses_of_deepspeed(folder: str) -> Non
         assert later_losses(model, optimizer) == pytest.approx(expected_losses(folder), rel=TOLERANCE)
 
 
-def test_an_fp32_model_takes_the_masters_themselves() -> None:
+def test_an_fp32_model_takes_the_masters_themselves():
     model, optimizer = training(dtype=torch.float32)
     deepspeed.load(DATA / "zero3-2", model, optimizer)
     assert_same(loaded(model, optimizer), universal(DATA / "zero3-2/universal"))
 
 
 @on_ranks(2)
-def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank: int) -> None:
+def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank):
     model, optimizer = training(is_sharded=True)
     assert deepspeed.load(DATA / "zero3-2", model, optimizer) == deepspeed_run.STEPS
     assert_same(loaded(model, optimizer), universal(DATA / "zero3-2/universal"))
@@ -138,7 +138,7 @@ def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank: int) -> None:
     assert losses == pytest.approx(expected_losses("zero3-2"), rel=TOLERANCE)
 
 
-def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is() -> None:
+def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is():
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = SpeculativeCPUAdamW([parameter])
     group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
@@ -155,9 +155,7 @@ def masters_on_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 10**9), (1, 200), (2, 10**9)])
-def test_masters_are_written_as_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, file_bytes: int
-) -> None:
+def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes):
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.setattr(fp32_weights, "FILE_BYTES", file_bytes)
     folder = tmp_path / "new" / "model"
@@ -181,7 +179,7 @@ def test_masters_are_written_as_a_model(
     Model().load_state_dict(found)
 
 
-def test_compact_masters_are_written_as_they_are_decoded(tmp_path: Path) -> None:
+def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer = training(master="24bit", moments="bf16")
     deepspeed.load(DATA / "zero2-1", model, optimizer)
@@ -190,7 +188,7 @@ def test_compact_masters_are_written_as_they_are_decoded(tmp_path: Path) -> None
     assert torch.equal(found["up.weight"], optimizer.state[model.up.weight]["master"])
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_left_alone(tmp_path):
     model, optimizer = training()
     (tmp_path / "other").write_text("")
     with refused(optimizer, CheckpointError, "not empty, expected a new folder; choose another one; nothing was"):
@@ -268,7 +266,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_continued_changes_nothing(tmp_path: Path, fault: str) -> None:
+def test_what_cannot_be_continued_changes_nothing(tmp_path, fault):
     folder, pattern, change, sentence = FAULTS[fault]
     copy = edited(tmp_path, folder, pattern, change)
     model, optimizer = training()
@@ -279,7 +277,7 @@ def test_what_cannot_be_continued_changes_nothing(tmp_path: Path, fault: str) ->
     assert not model.shift.any()
 
 
-def test_other_parameter_groups_are_refused() -> None:
+def test_other_parameter_groups_are_refused():
     model, _ = training()
     optimizer = SpeculativeCPUAdamW([one for one in model.parameters() if one.requires_grad])
     with refused(optimizer, CheckpointError, "other parameter groups than the optimizer"):
@@ -297,9 +295,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("call", [shutil.copy, os.symlink])
-def test_nothing_that_a_checkpoint_names_is_executed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
-) -> None:
+def test_nothing_that_a_checkpoint_names_is_executed(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     content = torch.load(DATA / "zero2-1/global_step3/mp_rank_00_model_states.pt", weights_only=True)
     change: Any = lambda path: torch.save({**content, "trap": Trap(call)}, path)  # noqa: E731
@@ -313,11 +309,11 @@ def test_nothing_that_a_checkpoint_names_is_executed(
     assert not Path("trapped").exists()
 
 
-def test_state_is_read_a_parameter_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_read_a_parameter_at_a_time(monkeypatch):
     asked: list[str] = []
     flat = zero_checkpoint.ZeroCheckpoint.flat
 
-    def counted(self: Any, name: str, key: str) -> torch.Tensor:
+    def counted(self, name, key):
         asked.append(name)
         return flat(self, name, key)
 
@@ -332,7 +328,7 @@ def test_state_is_read_a_parameter_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
+def environment():
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # it looks for ninja there
@@ -343,7 +339,7 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_itself_writes_what_is_read(tmp_path: Path, environment: dict[str, str], stage: int) -> None:
+def test_deepspeed_itself_writes_what_is_read(tmp_path, environment, stage):
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*program, deepspeed_run.__file__, str(tmp_path / "run"), json.dumps({"stage": stage})]
     subprocess.run(words, env=environment, check=True, capture_output=True)

@@ -7,7 +7,6 @@ import math
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -81,7 +80,7 @@ NO_WORDS = {"deepspeed", "parallelism_config"}  # a file that has to exist, and 
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def program(tmp_path_factory):
     """Return the program's names; it works in a folder with a model's configuration, and loads nothing."""
     folder = tmp_path_factory.mktemp("refusals")
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +121,7 @@ def sentence_of(words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", FOREIGN)
-def test_an_option_that_would_not_be_obeyed_is_refused(program: Any, name: str) -> None:
+def test_an_option_that_would_not_be_obeyed_is_refused(program, name):
     """Without the rest of the program, which is in one place for all of them."""
     classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
     found, given = fine_tuning.parse(classes, [f"--{name}", FOREIGN[name], "--use_cpu"], bf16=False)
@@ -133,17 +132,17 @@ def test_an_option_that_would_not_be_obeyed_is_refused(program: Any, name: str) 
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_a_deprecated_option_is_refused_with_what_takes_its_place(program: Any, name: str) -> None:
+def test_a_deprecated_option_is_refused_with_what_takes_its_place(program, name):
     with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} .* is deprecated, expected .*; change it$"):
         fine_tuning.check_options([], {name: OLD[name]}, superadam=True)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_no_deprecated_option_is_used_without_being_asked_for(program: Any) -> None:
+def test_no_deprecated_option_is_used_without_being_asked_for(program):
     fine_tuning.parse([trl.SFTConfig], ["--use_cpu"], bf16=False, activation_checkpointing=True)
 
 
-def test_each_number_has_a_range_which_is_held_to() -> None:
+def test_each_number_has_a_range_which_is_held_to():
     """Below it, transformers divides by zero late, or takes the number for another one without a word."""
     classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
     refused = fine_tuning.NOT_OBEYED | fine_tuning.NOT_WITH_SUPERADAM | fine_tuning.DEPRECATED
@@ -161,7 +160,7 @@ def test_each_number_has_a_range_which_is_held_to() -> None:
 READERS = ["transformers/trainer.py", "transformers/training_args.py", "trl/trainer/sft_trainer.py"]
 
 
-def test_each_field_of_trl_is_read_by_somebody_or_refused() -> None:
+def test_each_field_of_trl_is_read_by_somebody_or_refused():
     """A field that no line of Trainers, their callbacks or this program reads is one that nobody obeys."""
     package = Path(transformers.__file__).parents[1]
     texts = [(package / name).read_text() for name in READERS]
@@ -194,13 +193,13 @@ LINES = {
 
 
 @pytest.mark.parametrize("number", range(len(LINES)))
-def test_a_bad_line_is_named(program: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_bad_line_is_named(program, monkeypatch, number):
     content, sentence = [*LINES.items()][number]
     Path("bad.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
     assert sentence in ended(program, monkeypatch, dataset_name="bad.jsonl")
 
 
-def test_a_column_of_another_name_is_read(program: Any) -> None:
+def test_a_column_of_another_name_is_read(program):
     Path("named.jsonl").write_text('{"content": "a"}\n')
     assert fine_tuning.check_lines("named.jsonl", "content") is None
 
@@ -257,7 +256,7 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def files(program: Any) -> None:
+def files(program):
     """Write what the wrong inputs name."""
     Path("list.yaml").write_text("- 1\n")
     Path("bad.yaml").write_text("a: 1\nb: [\n")
@@ -270,15 +269,11 @@ def files(program: Any) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--use_cpu"], ["--max_steps", "-1", "--use_cpu"]])
-def test_a_run_of_nothing_is_told_what_is_missing(
-    words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_nothing_is_told_what_is_missing(words, program, monkeypatch):
     assert "say what to train and on what" in sentence_of(words, program, monkeypatch)
 
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("options", "sentence"), WRONG, ids=lambda one: one if isinstance(one, str) else "")
-def test_a_wrong_input_is_told_in_a_sentence(
-    program: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], sentence: str
-) -> None:
+def test_a_wrong_input_is_told_in_a_sentence(program, monkeypatch, options, sentence):
     assert sentence in ended(program, monkeypatch, **options)

@@ -97,8 +97,7 @@ class Limiting(Manual):
             self.logged[-1]["norm"] = optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         outcome = optimizer.optimizer.last_outcome
-        assert outcome is not None
-        assert optimizer.last_outcome is outcome
+        assert optimizer.last_outcome is outcome is not None
         self.logged[-1].update(kind=outcome.kind, outcome=outcome.grad_norm)
         return loss
 

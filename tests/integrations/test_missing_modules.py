@@ -25,10 +25,16 @@ def test_integration(monkeypatch, integration, missing, remedy):
         importlib.import_module(name)
 
 
-@pytest.mark.parametrize("script", ["finetune.py", "long_sequences.py"])
-def test_example(monkeypatch, script):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        SystemExit, match=rf'{script} cannot be run \(.*transformers.*\); pip install "superadam\[finetune\]"'
-    ):
+@pytest.mark.parametrize(
+    ("script", "missing", "extra"),
+    [
+        ("finetune.py", "transformers", "finetune"),
+        ("long_sequences.py", "transformers", "finetune"),
+        ("train.py", "rich.console", "cli"),
+    ],
+)
+def test_example(monkeypatch, script, missing, extra):
+    monkeypatch.setitem(sys.modules, missing, None)
+    told = rf'{script} cannot be run \(.*{missing.partition(".")[0]}.*\); pip install "superadam\[{extra}\]"'
+    with pytest.raises(SystemExit, match=told):
         runpy.run_path(str(EXAMPLES / script))

@@ -48,7 +48,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def program(tmp_path, monkeypatch):
     """Return a program that makes torch's AdamW; schedulers have a thread on every machine."""
     monkeypatch.setattr(torch.optim, "AdamW", torch.optim.AdamW)  # and back
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -64,14 +64,12 @@ def run(program: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[nn
     monkeypatch.setattr(torch, "ran", None, raising=False)
     monkeypatch.setattr(sys, "argv", ["with_superadam.py", str(program), *words])
     with_superadam.main()
-    argv, (optimizer, norms) = torch.ran  # type: ignore[attr-defined]
+    argv, (optimizer, norms) = torch.ran
     assert argv == [str(program), *words]
     return made, optimizer, norms
 
 
-def test_a_program_trains_with_ours_and_one_limit_for_all_gradients(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_trains_with_ours_and_one_limit_for_all_gradients(program, monkeypatch):
     made, optimizer, norms = run(program, monkeypatch, "--config-path", "config.json")
     assert isinstance(optimizer, SpeculativeCPUAdamW)
     assert optimizer.statistics.accepted > 0
@@ -88,7 +86,7 @@ def test_a_program_trains_with_ours_and_one_limit_for_all_gradients(
     assert all(torch.equal(ours[name], others[name]) for ours, others in states for name in ours)
 
 
-def test_the_environment_says_how_state_is_stored(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_how_state_is_stored(program, monkeypatch):
     monkeypatch.setenv("SUPERADAM_MOMENTS", "bf16")
     monkeypatch.setenv("SUPERADAM_MASTER", "24bit")
     _, optimizer, _ = run(program, monkeypatch)
@@ -96,7 +94,7 @@ def test_the_environment_says_how_state_is_stored(program: Path, monkeypatch: py
     assert (optimizer.moments, optimizer.master) == ("bf16", "24bit")
 
 
-def test_arguments_by_position_are_those_of_torch() -> None:
+def test_arguments_by_position_are_those_of_torch():
     optimizer = with_superadam.AdamW(model().parameters(), 1e-2, (0.8, 0.9), 1e-6, 0.3, True)
     group = optimizer.param_groups[0]
     assert [group[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")] == [
@@ -109,7 +107,7 @@ def test_arguments_by_position_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["none.py"]])
-def test_without_a_program_there_is_a_sentence(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_program_there_is_a_sentence(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["with_superadam.py", *words])
     with pytest.raises(SystemExit, match=r"^with_superadam.py: name a program to run, expected [^\n]*$"):
         with_superadam.main()

@@ -20,7 +20,7 @@ from superadam.integrations.transformers import _check_way_of_training  # noqa: 
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_small_model_has_the_layers_of_the_large_one(name: str) -> None:
+def test_a_small_model_has_the_layers_of_the_large_one(name):
     config = PRESETS[name].config
     before = copy.deepcopy(config.to_dict())
     with torch.device("meta"):
@@ -35,14 +35,14 @@ def test_a_small_model_has_the_layers_of_the_large_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--rehearse", "false"], ["--rehearse=False"], ["--max_steps", "9"]])
-def test_words_stay_where_no_rehearsal_is_asked_for(words: list[str]) -> None:
+def test_words_stay_where_no_rehearsal_is_asked_for(words):
     assert rehearsal.words(words) == words
 
 
 @pytest.mark.parametrize(
     "words", [["--rehearse"], ["--rehearse", "--use_cpu"], ["--rehearse=true"], ["--rehearse", "1"]]
 )
-def test_what_is_given_counts_more_than_what_a_rehearsal_sets(words: list[str]) -> None:
+def test_what_is_given_counts_more_than_what_a_rehearsal_sets(words):
     made = rehearsal.words(["--max_steps", "9", *words])
     assert made.index("4") == made.index("--max_steps") + 1 < made.index("9")
 
@@ -52,14 +52,14 @@ def ranks(device: str = "cpu", **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("variable", ["", "false"])
-def test_ranks_without_fsdp2_are_told_how_to_start(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_fsdp2_are_told_how_to_start(variable, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", variable)
     with pytest.raises(RefusedError, match="2 ranks were started without FSDP2; start them with accelerate launch"):
         check_ranks(ranks(), superadam=True, rehearses=True)
     check_ranks(ranks(), superadam=False, rehearses=False)
 
 
-def test_ranks_that_were_started_so_are_not_told_to_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_were_started_so_are_not_told_to_start_so(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(RefusedError, match=r"shards no model on CPUs, .*; add --rehearse, or use GPUs"):
         check_ranks(ranks(), superadam=True, rehearses=False)

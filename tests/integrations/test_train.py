@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +127,14 @@ def _plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", ["master", "exp_avg", "exp_avg_sq", "parameter", "norm"])
 def test_planted_difference_is_found(fault, monkeypatch, capsys):
     _plant(fault, monkeypatch)
-    status, found = run("--verify")
+    status, found = run("--verify", "--steps", "2")
     assert status == 1
     assert "\nNOT verified: " in capsys.readouterr().out
     assert found["verified"] is False
     if fault in ("master", "exp_avg", "exp_avg_sq"):
         assert [found[f"{name}_differing"] for name in ("elements", "parameters", "steps")] == [1, 0, 0]
     elif fault == "norm":
-        assert [found[f"{name}_differing"] for name in ("elements", "parameters", "steps")] == [0, 0, 8]
+        assert [found[f"{name}_differing"] for name in ("elements", "parameters", "steps")] == [0, 0, 2]
     else:
         assert found["parameters_differing"] > 0
 
@@ -161,7 +159,7 @@ def test_where_torch_rounds_otherwise_plain_steps_are_compared_with(monkeypatch,
     opened = []
     monkeypatch.setattr(train, "PLAIN", SpeculativeCPUAdamW)
     monkeypatch.setattr(train, "OffloadScheduler", lambda *a, **k: opened.append(1) or OffloadScheduler(*a, **k))
-    assert run("--verify")[0] == 0
+    assert run("--verify", "--steps", "2")[0] == 0
     assert "differ from plain steps in any bit" in capsys.readouterr().out
     assert len(opened) == 1
 
@@ -215,9 +213,3 @@ def test_bad_input_is_one_sentence_and_writes_nothing(words, sentence, capsys):
     assert printed.err.startswith(f"train.py: {sentence}")
     assert (printed.err.count("\n"), printed.out) == (1, "")
     assert {path: path.read_bytes() for path in Path().rglob("*")} == before
-
-
-def test_missing_module_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(SystemExit, match=r'train.py cannot be run \(.*rich.*\); pip install "superadam\[cli\]"'):
-        runpy.run_path(str(train.__file__))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -18,10 +20,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
@@ -54,14 +59,29 @@ class RankError(AssertionError):
 
 
 class _Worker:
-    def __init__(self, target: Callable[[Connection], None]) -> None:
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         self.connection, theirs = _processes.Pipe()
-        self.process = _processes.Process(target=target, args=(theirs,), daemon=True)
+        self.process = _processes.Process(target=target, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
 
 
-_workers: list[_Worker] = []
+@functools.cache
+def _parent(path: str) -> _Worker:
+    """Return what ranks of a file's tests are forked from: a process that has imported it."""
+    return _Worker(_fork, path)
+
+
+class _Rank:
+    def __init__(self, path: str) -> None:
+        self.connection, theirs = _processes.Pipe()
+        parent = _parent(path)
+        reduction.send_handle(parent.connection, theirs.fileno(), parent.process.pid)
+        self.pid: int = parent.connection.recv()
+        theirs.close()
+
+
+_ranks: list[_Rank] = []
 
 MOST_THREADS = 24
 """Of a process that stays: gloo's threads outlive their groups, and go on looking for something to do."""
@@ -69,16 +89,20 @@ MOST_THREADS = 24
 
 def end_workers() -> None:
     """End the processes that stay."""
-    while _workers:
-        worker = _workers.pop()
-        worker.process.kill()
-        worker.process.join()
+    _end()
+    _parent.cache_clear()
 
 
-def _threads_of(worker: _Worker) -> int:
+def _end(first: int = 0) -> None:
+    while len(_ranks) > first:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_ranks.pop().pid, signal.SIGKILL)
+
+
+def _threads_of(rank: _Rank) -> int:
     try:
-        return len(os.listdir(f"/proc/{worker.process.pid}/task"))
-    except OSError:  # not on Linux
+        return len(os.listdir(f"/proc/{rank.pid}/task"))
+    except OSError:  # not on Linux, or it has ended
         return 0
 
 
@@ -90,9 +114,9 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     Raises:
         RankError: on a rank, something was raised, or it hung.
     """
-    while len(_workers) < ranks:
-        _workers.append(_Worker(_serve))
-    here = _workers[:ranks]
+    while len(_ranks) < ranks:
+        _ranks.append(_Rank(inspect.getfile(work)))
+    here = _ranks[:ranks]
     with tempfile.TemporaryDirectory() as folder:
         for rank, worker in enumerate(here):
             job = inspect.getfile(work), work.__name__, rank, ranks, f"{folder}/store", arguments
@@ -114,12 +138,10 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
                 except EOFError:
                     results[rank] = ENDED
     ended = [rank for rank in range(ranks) if results[rank] == ENDED or isinstance(results[rank], RankError)]
-    while ended and len(_workers) > ended[0]:  # the others, too: torch remembers which rank a process was
-        worker = _workers.pop()
-        worker.process.kill()
-        worker.process.join()
-    if max(map(_threads_of, _workers), default=0) > MOST_THREADS:
-        end_workers()
+    if ended:
+        _end(ended[0])  # the later ones, too: torch remembers which rank a process was
+    if max(map(_threads_of, _ranks), default=0) > MOST_THREADS:
+        _end()
     failures = [f"rank {rank}: {result}" for rank, result in sorted(results.items()) if isinstance(result, RankError)]
     if failures:
         raise RankError("\n".join(failures))
@@ -171,6 +193,17 @@ def run_apart(work: Callable[..., Any], ranks: int, cases: Sequence[dict[str, An
         return [[_ending(worker) for worker in here] for here in workers]
 
 
+def start(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Call `work(*arguments)`, which its module holds, in a process of its own, which may start others."""
+    process = _processes.Process(target=_call, args=(inspect.getfile(work), work.__name__, arguments))
+    process.start()
+    return process
+
+
+def _call(path: str, name: str, arguments: tuple[Any, ...]) -> None:
+    getattr(_module(path), name)(*arguments)
+
+
 def _is_stopped(process: Any) -> bool:
     try:
         text = Path(f"/proc/{process.pid}/stat").read_text()
@@ -185,7 +218,6 @@ def _ending(worker: _Worker) -> Ending:
         result = worker.connection.recv()
     except EOFError:
         result = ENDED
-    assert worker.process.exitcode is not None
     return Ending(result, worker.process.exitcode)
 
 
@@ -202,6 +234,14 @@ def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]
         return test
 
     return decorate
+
+
+def raises(error: type[Exception] | tuple[type[Exception], ...], pattern: str, call: Callable[[], object]) -> None:
+    """Check that on this rank, a call raises an error that is one sentence."""
+    with pytest.raises(error, match=pattern) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 450
 
 
 @functools.cache
@@ -248,6 +288,23 @@ def _be_a_program(connection: Connection) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     os._exit(status)
+
+
+def _fork(connection: Connection, path: str) -> None:
+    """Import a file, and fork a process for each end of a pipe that comes."""
+    _module(path)
+    gc.freeze()  # collections pass over what was imported
+    while True:
+        try:
+            theirs = reduction.recv_handle(connection)
+        except EOFError:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _serve(Connection(theirs))
+        os.close(theirs)
+        connection.send(pid)
 
 
 def _serve(connection: Connection) -> None:

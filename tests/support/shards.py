@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from support import formula
+from support.overlap import ThreadDevice
 from support.reference import Parameter, flat, same_bits
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from superadam.devices import Device
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.testing import SimulatedDevice
 
 
 @torch.no_grad()
@@ -46,6 +49,14 @@ def ways_to_shard(way: str) -> dict[str, Any]:
     if way == "columns":
         return {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)}
     return {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if way == "host" else {}
+
+
+DEVICES: dict[str, Callable[[], tuple[Device, int]]] = {
+    "host": lambda: (ThreadDevice(), 0),
+    "simulated": lambda: (SimulatedDevice(1, 0.5), 0),
+    "kept": lambda: (SimulatedDevice(2, 0.5), 2),
+}
+"""Where schedulers work, and how many buckets stay there."""
 
 
 class Oracle:
