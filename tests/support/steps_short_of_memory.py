@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import sys
@@ -34,7 +35,7 @@ NUMPY_BYTES = 128
 LIBRARIES = {"libc10.so": 0, "_multiarray_umath": NUMPY_BYTES, "superadam/_kernels": 0}
 """Parts of paths, and the least bytes that count."""
 FOREVER = 1 << 40
-LATER = 4
+LATER = 3
 """Steps before those whose allocations fail."""
 
 
@@ -190,17 +191,15 @@ CASES = {
 }
 
 
-def _layer(width: int) -> tuple[nn.Module, nn.Module]:
-    return nn.Linear(width, width), nn.Tanh()
-
-
 class Training:
     """A small model and its optimizer; every step is made of the same batches for the same number."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.default_generator.manual_seed(5)
-        blocks: list[nn.Module] = [block for _ in range(case.layers) for block in _layer(case.width)]
+        blocks: list[nn.Module] = []
+        for _ in range(case.layers):
+            blocks += [nn.Linear(case.width, case.width), nn.Tanh()]
         self.model = nn.Sequential(*blocks).to(case.dtype)
         if not case.is_dense:
             for one in self.model:
@@ -279,37 +278,25 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
 
-class Recorded:
-    """The bits of the first steps of an undisturbed training."""
-
-    def __init__(self, case: Case) -> None:
-        training, self.bits = Training(case), []
-        for number in range(2):
-            training.step_of(number, OFTEN["accepted"])
-            self.bits.append((shown(training.optimizer), state_bits(training.optimizer)))
-        training.close()
-
-
 class Twins:
-    """A training that is disturbed, and one that is not, or what was recorded of that."""
+    """A training that is disturbed, and one that is not."""
 
-    def __init__(self, case: Case, report: Report, recorded: Recorded | None = None) -> None:
-        self.report, self._recorded = report, recorded
-        self._ours = Training(case)
-        self._other = None if recorded else Training(case)
+    def __init__(self, case: Case, report: Report) -> None:
+        self.report = report
+        self._ours, self._other = Training(case), Training(case)
         self.number = 0
 
-    def calm(self, factor: float = OFTEN["accepted"]) -> None:
-        """Make an ordinary step."""
-        for one in filter(None, (self._ours, self._other)):
-            one.step_of(self.number, factor)
-        self.number += 1
+    def calm(self, steps: int, factor: float = OFTEN["accepted"]) -> None:
+        """Make ordinary steps."""
+        for _ in range(steps):
+            for one in (self._ours, self._other):
+                one.step_of(self.number, factor)
+            self.number += 1
 
-    def disturbed(self, first: int, count: int, factor: float) -> bool:
-        """Make a step in which allocations fail; return whether any did."""
+    def disturbed(self, first: int, count: int, factor: float) -> None:
+        """Make a step in which allocations fail, if there are so many."""
         ours = self._ours
-        if self._other is not None:
-            self._other.step_of(self.number, factor)
+        self._other.step_of(self.number, factor)
         before, patched = shown(ours.optimizer), ours.optimizer.statistics.patched
         allocations.fail(first, count)
         _is_disturbed.append(True)
@@ -342,76 +329,69 @@ class Twins:
             except Exception as error:
                 self.report.faults.append(f"{what}: after {raised!r}, {error!r}")
         self.number += 1
-        return is_failing
 
-    def are_equal(self, *, wholly: bool) -> bool:
+    def check(self, when: str, *, wholly: bool = True) -> bool:
         """Whether the bits are those of the undisturbed training: parameters, or everything, which commits it."""
-        if self._recorded is not None:
-            return bool(self._recorded.bits[self.number - 1][wholly] == _look(self._ours, wholly=wholly))
-        assert self._other is not None
-        return bool(_look(self._ours, wholly=wholly) == _look(self._other, wholly=wholly))
+        ours, theirs = ((state_bits if wholly else shown)(one.optimizer) for one in (self._ours, self._other))
+        if ours != theirs:
+            self.report.faults.append(f"{when}: other bits than undisturbed")
+        return bool(ours == theirs)
 
     def close(self) -> None:
         """End both."""
-        for one in filter(None, (self._ours, self._other)):
-            one.close()
+        self._ours.close()
+        self._other.close()
 
 
-def _look(training: Training, *, wholly: bool) -> Any:
-    return state_bits(training.optimizer) if wholly else shown(training.optimizer)
-
-
-def examined(case: Case, stride: int, offset: int) -> Report:
-    """Return what came of every allocation of a first and of later steps, or of one in `stride`."""
-    report, undisturbed = Report(), Recorded(case)
-    counts = [1, FOREVER]
-    for count in counts if stride == 1 else [counts[offset % 2]]:
-        first, is_failing = offset, case.has_first
-        while is_failing:  # the first step
-            twins = Twins(case, report, undisturbed)
-            is_failing = twins.disturbed(first, count, OFTEN["accepted"])
-            check(twins, f"first step, {first}, {count}")
-            twins.calm()
-            check(twins, f"after first step, {first}, {count}")
+def examined(case: Case, only: int | None) -> Report:
+    """Return what came of every allocation of a first and of later steps, or of one of them in each."""
+    report = Report()
+    for count in (1, FOREVER) if only is None else [(1, FOREVER)[only % 2]]:
+        for first in _until_none_fails(report, only) if case.has_first else ():
+            twins = Twins(case, report)
+            twins.disturbed(first, count, OFTEN["accepted"])
+            twins.check(f"first step, {first}, {count}")
+            twins.calm(1)
+            twins.check(f"after first step, {first}, {count}")
             twins.close()
-            first += stride
         for kind, factor in (STEADY if case.is_patched else OFTEN).items():
-            first, is_failing = offset, True
-            twins: Twins | None = None
-            while is_failing:
+            twins = None
+            for first in _until_none_fails(report, only):
                 if twins is None:
                     twins = Twins(case, report)
-                    for _ in range(LATER):
-                        twins.calm()
-                is_failing = twins.disturbed(first, count, factor)
-                is_good = check(twins, f"{kind}, {first}, {count}", wholly=twins.number % 5 == 0)
-                for _ in range(0 if kind == "accepted" else 2):
-                    twins.calm()
+                    twins.calm(LATER)
+                twins.disturbed(first, count, factor)
+                is_good = twins.check(f"{kind}, {first}, {count}", wholly=only is not None or twins.number % 5 == 0)
+                twins.calm(0 if kind == "accepted" else 2)
                 if not is_good:
                     twins.close()
                     twins = None
-                first += stride
             if twins is not None:
-                check(twins, f"{kind}, at the end")
+                twins.check(f"{kind}, at the end")
                 twins.close()
     return report
 
 
-def check(twins: Twins, when: str, *, wholly: bool = True) -> bool:
-    is_good = twins.are_equal(wholly=wholly)
-    if not is_good:
-        twins.report.faults.append(f"{when}: other bits than undisturbed")
-    return is_good
+def _until_none_fails(report: Report, only: int | None) -> Iterator[int]:
+    """Yield numbers of allocations until a step has fewer, or one."""
+    if only is not None:
+        yield only
+        return
+    for first in itertools.count():
+        before = report.tried
+        yield first
+        if report.tried == before:
+            return
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for index, name in enumerate(chosen.cases):
-        report = examined(CASES[name], chosen.stride, index % chosen.stride)
+        report = examined(CASES[name], None if chosen.all else 5 * index % 24)
         counts = [report.tried, report.raised, report.most, report.patched]
         found = [name, *counts, sorted(report.errors), report.faults]
         sys.stdout.write(json.dumps(found) + "\n")
