@@ -7,30 +7,13 @@ import threading
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.handles import NotingHolder
 from torch import nn
 
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
-from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.state.parameter import ParameterState
-
-
-class Holder(GradientHolder):
-    """Passes on to the bucketer what a scheduler passes on."""
-
-    bucketer: Bucketer
-
-    def _nonfinite_of(self, taken: TakenGradient) -> None:
-        return None
-
-    def _norm_was_asked(self, taken: TakenGradient) -> None: ...
-
-    def _was_given_back(self, taken: TakenGradient) -> None:
-        self.given.append(self.bucketer.forget(taken))
-
-    def __init__(self) -> None:
-        self.given: list[bool] = []
 
 
 class DistantDevice(PlainDevice):
@@ -43,52 +26,30 @@ class DistantDevice(PlainDevice):
 
 
 class Line:
-    """Parameters of given sizes, a bucketer over them, and what came out of it.
+    """Parameters of given sizes, a bucketer over them, and what came out of it."""
 
-    Args:
-        holds: whether buckets stay, as those that wait for the worker do.
-    """
-
-    def __init__(
-        self, sizes: list[int], bucket_numel: int, device: PlainDevice | None = None, *, holds: bool = True
-    ) -> None:
+    def __init__(self, sizes: list[int], bucket_numel: int, device: PlainDevice | None = None) -> None:
         self.sent: list[Bucket] = []
-        self.rows: list[list[int]] = []
-        self.holds = holds
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.states = [ParameterState(p, row, f"p{row}") for row, p in enumerate(self.parameters)]
-        self.holder = Holder()
-        self.bucketer = self.holder.bucketer = Bucketer(device or PlainDevice(), self.holder, bucket_numel)
+        self.bucketer = Bucketer(device or PlainDevice(), NotingHolder(), bucket_numel)
         self.bucketer.take_from(self.states)
 
-    def arrive(self, row: int, value: float = 1.0) -> int:
+    @property
+    def rows(self) -> list[list[int]]:
+        """Of the gradients in each bucket."""
+        return [[piece.state.row for piece in bucket.gradients] for bucket in self.sent]
+
+    def arrive(self, row: int) -> int:
         """Let autograd accumulate a gradient, and return its address."""
         parameter = self.parameters[row]
-        if parameter.grad is None:
-            parameter.grad = torch.full_like(parameter, value, requires_grad=False)
-            address = parameter.grad.untyped_storage()._cdata
-        else:
-            parameter.grad += torch.full_like(parameter, value, requires_grad=False)
-            address = 0
-        self.note(self.bucketer.add(parameter))
+        parameter.grad = torch.full_like(parameter, row, requires_grad=False)
+        address = parameter.grad.untyped_storage()._cdata
+        self.sent += self.bucketer.add(parameter)
         return address
 
-    def note(self, buckets: list[Bucket]) -> None:
-        self.rows += [[piece.state.row for piece in bucket.gradients] for bucket in buckets]
-        if self.holds:
-            self.sent += buckets
-
     def flush(self) -> None:
-        self.note(self.bucketer.rest())
-
-    def is_taken(self, row: int) -> bool:
-        return taken_of(self.parameters[row].grad) is not None
-
-    def end_step(self) -> None:
-        self.flush()
-        self.bucketer.end_step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.sent += self.bucketer.rest()
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 100))
@@ -96,7 +57,7 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     sizes: list[int], bucket_numel: int
 ) -> None:
     line = Line(sizes, bucket_numel)
-    addresses = [line.arrive(row, row) for row in range(len(sizes))]
+    addresses = [line.arrive(row) for row in range(len(sizes))]
     before = len(line.sent)
     line.flush()
     assert [row for rows in line.rows for row in rows] == list(range(len(sizes)))
@@ -109,9 +70,6 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     count = len(line.sent)
     line.flush()
     assert len(line.sent) == count
-
-
-# ---- buckets that stay -----------------------------------------------------------------------------------------------
 
 
 def test_backward_may_run_in_several_threads() -> None:
