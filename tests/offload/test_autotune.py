@@ -236,14 +236,10 @@ def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
         assert device.questions == 0
         assert steps.make(seconds_per_element=1.0) is (number == AGREEING_STEPS - 1)
     assert (device.questions, steps.autotuner.placement.gpu_buckets) == (1, 3)
-    for _ in range(2 * AGREEING_STEPS):
-        assert not steps.make(kept=3, seconds_per_element=1.0)  # more is wanted, and does not fit
-    assert device.questions == 3
-    before = steps.autotuner.placement.gpu_buckets
-    while steps.autotuner.placement.gpu_buckets == before:
+    while steps.autotuner.placement.gpu_buckets:
         asked = device.questions
         steps.make(kept=3, seconds_per_element=1e-9)
-    assert (device.questions, steps.autotuner.placement.gpu_buckets) == (asked, 0)
+    assert device.questions == asked
 
 
 # ---- explicit changes ------------------------------------------------------------------------------------------------

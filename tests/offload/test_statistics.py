@@ -51,19 +51,6 @@ def test_hidden_share_is_that_of_all_work(worker: float, waited: float, hooks: f
 
 # ---- of real schedulers ----------------------------------------------------------------------------------------------
 
-DEVICES = [
-    ImmediateDevice,
-    ThreadDevice,
-    pytest.param(lambda: SimulatedDevice(3, 0.0), id="lazy device"),
-    pytest.param(lambda: SimulatedDevice(4, 0.7), id="hasty device"),
-]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Device:
-    one: Device = request.param()
-    return one
-
 
 def check(scheduler: OffloadScheduler) -> None:
     statistics = scheduler.statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import os
@@ -20,6 +21,7 @@ from support.overlap import DeferredDevice, ThreadDevice, adam, batch, mlp
 from support.visible import bits, parameters_of
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.offload import trace
 from superadam.testing import SimulatedDevice
 
 INTERLEAVINGS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 1
@@ -82,7 +84,9 @@ def _read(run: Run, path: Path) -> None:
 def _look(run: Run, path: Path) -> None:
     assert run.optimizer.statistics.steps >= 1
     if run.scheduler is not None:
-        copy.copy(run.scheduler.statistics)
+        assert 0 <= copy.copy(run.scheduler.statistics).hidden_share <= 1
+        dataclasses.asdict(run.scheduler.statistics)
+        assert all(span.end >= span.begin for span in run.scheduler.trace.spans)
         assert run.scheduler.placement.bucket_numel
 
 
@@ -173,12 +177,15 @@ QUESTIONS = [name for name in CALLS if name not in {*STEPS, "zero_grad", "load_s
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("call", [*QUESTIONS, "close"])
-def test_training_while_another_thread_calls(call: str, tmp_path: Path) -> None:
-    """As a logger, a checkpointer or a tuner does."""
+def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a logger, a checkpointer or a tuner does; traces are full, so that each span drops another."""
+    monkeypatch.setattr(trace, "SPANS_KEPT", 1000)
     plain = Run()
     plain.train(6)
     for seed in range(1, 2 + INTERLEAVINGS):
         run = Run(seed)
+        for number in range(1000 if run.scheduler is not None else 0):
+            run.scheduler.trace.add("before", "model", number, number + 1)
         errors: list[BaseException] = []
         ended = threading.Event()
 
