@@ -179,12 +179,12 @@ QUESTIONS = [name for name in CALLS if name not in {*STEPS, "zero_grad", "load_s
 @pytest.mark.parametrize("call", [*QUESTIONS, "close"])
 def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a logger, a checkpointer or a tuner does; traces are full, so that each span drops another."""
-    monkeypatch.setattr(trace, "SPANS_KEPT", 1000)
+    monkeypatch.setattr(trace, "SPANS_KEPT", 2000)
     plain = Run()
     plain.train(6)
     for seed in range(1, 2 + INTERLEAVINGS):
         run = Run(seed)
-        for number in range(1000 if run.scheduler is not None else 0):
+        for number in range(2000 if run.scheduler is not None else 0):
             run.scheduler.trace.add("before", "model", number, number + 1)
         errors: list[BaseException] = []
         ended = threading.Event()
