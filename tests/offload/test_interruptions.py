@@ -187,11 +187,21 @@ def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, inter
     training.close()
 
 
-SUPERADAM = os.path.dirname(superadam.__file__), torch.autograd.grad_mode.__file__
+PACKAGE = os.path.dirname(superadam.__file__), torch.autograd.grad_mode.__file__
 
 
-def ctrl_c(work: Callable[[], object], at: int | None) -> int:
-    """Call, and send this process SIGINT before the n-th line of the package; return how many lines were run.
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+def struck(
+    work: Callable[[], object], at: int | None, strike: Callable[[], None], files: tuple[str, ...] = PACKAGE
+) -> int:
+    """Call, and strike before the n-th line of these files; return how many lines were run.
 
     Lines of the worker and of the simulated device are left out, which on real machines other threads run.
     """
@@ -202,18 +212,18 @@ def ctrl_c(work: Callable[[], object], at: int | None) -> int:
         count += event == "line"
         if count == at:
             sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
+            strike()
         return line
 
     def call(frame: FrameType, event: str, argument: object) -> Any:
         outer: FrameType | None = frame
         while outer is not None and not outer.f_code.co_filename.endswith("simulated.py"):
             outer = outer.f_back
-        return line if outer is None and frame.f_code.co_filename.startswith(SUPERADAM[0]) else None
+        return line if outer is None and frame.f_code.co_filename.startswith(files) else None
 
     before = sys.gettrace()
     sys.settrace(call)
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt, Interrupted):
         work()
     sys.settrace(before)
     return count
@@ -257,11 +267,11 @@ def test_ctrl_c_at_any_line_leaves_a_whole_step_or_none(dtype: torch.dtype, phas
         at = None if number < 0 else 1 + number * (lines - 1) // (POINTS - 1)
         looks, again = number % 4 > 1, phase != "backward" and number % 2
         if phase == "backward":
-            lines = max(lines, ctrl_c(lambda training=training: training.backward(4), at))
+            lines = max(lines, struck(lambda training=training: training.backward(4), at, ctrl_c))
             training.optimizer.zero_grad()
         else:
             training.backward(4)
-            lines = max(lines, ctrl_c(training.optimizer.step, at))
+            lines = max(lines, struck(training.optimizer.step, at, ctrl_c))
             assert at or not is_patched or dtype != torch.bfloat16 or training.optimizer.statistics.patched
         if again:
             training.optimizer.step()
@@ -274,35 +284,12 @@ def test_ctrl_c_at_any_line_leaves_a_whole_step_or_none(dtype: torch.dtype, phas
     assert lines > POINTS
 
 
-def interrupted_at(at: int, work: Callable[[], object], folders: tuple[str, ...] = SUPERADAM) -> bool:
-    """Call, and raise at one of the lines that are run of these files; return whether there are so many."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(folders):
-            return None
-        count += 1
-        if count == at + 1:
-            raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    except Interrupted:
-        pass
-    finally:
-        sys.settrace(None)
-    return count > at
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("name", ["rollback", "give back"])
 def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> None:
     """Also after what the exception held is gone."""
-    at, was_there = 0, True
+    at, was_there = 1, True
     while was_there:
         model = mlp(torch.bfloat16)
         optimizer = adam(model)
@@ -311,7 +298,7 @@ def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> 
         handle = next(model.parameters()).grad
         work: Callable[[], object] = optimizer.rollback if name == "rollback" else handle.data_ptr
         with torch.set_grad_enabled(enabled):
-            was_there = interrupted_at(at, work)
+            was_there = struck(work, at, interrupt) == at
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
             del handle, work, model, optimizer
             gc.collect(0)
@@ -327,8 +314,8 @@ def test_state_loads_after_a_load_that_was_interrupted() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     saved, expected = optimizer.state_dict(), state_bits(optimizer)
-    for at in range(0, 80, 1 if DEEP else 3):
-        is_interrupted = interrupted_at(at, lambda: optimizer.load_state_dict(saved), (adam_module.__file__,))
-        assert is_interrupted or at > 20
+    for at in range(1, 80, 1 if DEEP else 3):
+        lines = struck(lambda: optimizer.load_state_dict(saved), at, interrupt, (adam_module.__file__,))
+        assert lines == at or at > 20
         optimizer.load_state_dict(saved)
         assert state_bits(optimizer) == expected, at
