@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.late_gradients import beside
-from support.overlap import ThreadDevice
 from torch import nn
 
 from superadam.devices import PlainDevice, Stream
@@ -68,17 +66,6 @@ def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_reco
     event.synchronize()
     assert module.log == [("make", options), ("record", 3), ("query", 3), ("synchronize", 3)]
     assert module.current == 0
-
-
-def test_streams_of_the_host_are_the_thread_that_waits():
-    streams = SimulatedDevice(0, 0.0)
-    device = beside(ThreadDevice(), streams)
-    gradient = streams.late(torch.ones(3))
-    event = device.mark_ready(PARAMETER)
-    assert gradient.isnan().all()
-    assert device.record(Stream.CURRENT).query()
-    device.wait(Stream.CURRENT, event)
-    assert gradient.tolist() == [1.0] * 3
 
 
 def test_several_events_pass_with_the_last():
