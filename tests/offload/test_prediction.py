@@ -89,21 +89,25 @@ def test_norms_that_cannot_be_predicted_end_speculation_until_they_can() -> None
     assert one_step(predictor, [10.0]) != [None]
 
 
+def judged(predictor: Predictor, factor: float | None, limit: float | None = None, **how: Any) -> Prediction | None:
+    """Let a bucket arrive, and the verdict come; return what was predicted."""
+    prediction = predictor.predict(100, 0.0, 1.0, limit)
+    predictor.add_verdict(Applied(10.0, factor, 1.0, **how))
+    return prediction
+
+
 def test_what_is_not_one_factor_ends_speculation_until_it_is() -> None:
     predictor = trained(10.0, limit=None)
-    for factor in [None] * 12 + [1.0] * 4:
-        if factor is not None:
-            assert predictor.predict(100, 0.0, 1.0, None) is None
-        predictor.predict(100, 0.0, 1.0, None)
-        predictor.add_verdict(Applied(10.0, factor, 1.0))
-    assert predictor.predict(100, 0.0, 1.0, None) == Prediction(1.0)
+    for _ in range(12):
+        judged(predictor, None)
+    assert [judged(predictor, 1.0) for _ in range(4)] == [None] * 4
+    assert judged(predictor, 1.0) == Prediction(1.0)
 
 
 def test_the_optimizers_own_limit_is_forgotten_at_once() -> None:
     predictor = trained(10.0, limit=None)
     for _ in range(REMEMBERED_STEPS):
-        predictor.predict(100, 0.0, 1.0, math.inf)
-        predictor.add_verdict(Applied(10.0, 1e-4, 1.0, is_own=True))
+        judged(predictor, 1e-4, math.inf, is_own=True)
     assert predictor.predict(100, 0.0, 1.0, math.inf) == Prediction(1.0)
     assert predictor.predict(100, 0.0, 1.0, None) is None
 
@@ -122,8 +126,7 @@ def test_the_norm_is_no_less_than_what_has_arrived() -> None:
 def test_steps_whose_factors_differ_are_wrong_predictions() -> None:
     predictor = trained(10.0, limit=None)
     for _ in range(3):
-        predictor.predict(100, 0.0, 1.0, None)
-        predictor.add_verdict(Applied(10.0, None, 1.0))
+        judged(predictor, None)
     assert predictor.predict(100, 0.0, 1.0, 1.0) is None
 
 
@@ -285,4 +288,3 @@ def test_what_arrives_again_is_not_remembered_for_ever() -> None:
 
 def test_widths_are_within_what_the_proof_covers() -> None:
     assert max(WIDTHS) ** 2 <= 4.0
-    assert REMEMBERED_STEPS == 8
