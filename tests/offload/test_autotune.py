@@ -56,53 +56,33 @@ class Measured(SimulatedDevice):
 class Steps:
     """Makes steps over parameters of given sizes as a scheduler does, with the times of a simulated worker."""
 
-    def __init__(
-        self, sizes: Sequence[int], device: Device | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
-    ) -> None:
-        self.parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    def __init__(self, sizes: Sequence[int], device: Device | None = None, **options: Any) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
         self.states = [ParameterState(parameter, row, f"p{row}") for row, parameter in enumerate(self.parameters)]
         self.device: Any = device or Measured()
         self.autotuner = Autotuner(self.device, sum(sizes), **{**AUTO, **options})
 
-    def make(
-        self,
-        rows: Sequence[int] | None = None,
-        *,
-        kept: int = 0,
-        seconds_per_element: float = 1e-9,
-        is_hidden: bool = True,
-        waits: Sequence[int] = (),
-        seconds_between: float = 1.0,
-        is_free: bool = False,
-    ) -> bool:
-        """Make a step, each parameter in a bucket of its own, ready some time after the one before.
+    def make(self, *, kept: int = 0, seconds_per_element: float = 1e-9, waits: Sequence[int] = ()) -> bool:
+        """Make a step, each parameter in a bucket of its own, ready a second after the one before.
 
         Args:
-            rows: of the parameters, in order.
             kept: how many of the last ones stay.
             seconds_per_element: of the worker.
-            is_hidden: whether the model computed meanwhile.
             waits: buckets that the policy does not let be speculated on.
-            seconds_between: buckets.
-            is_free: whether the updates of waiting buckets take no time that was measured.
         """
-        chosen = range(len(self.parameters)) if rows is None else rows
-        self.device.kept = sum(self.parameters[row].numel() for row in chosen[len(chosen) - kept :])
-        done, backward = 0.0, seconds_between * (len(chosen) - 1)
-        for number, row in enumerate(chosen):
-            stays = number >= len(chosen) - kept
-            self.note(row, stays=stays)
-            numel = self.parameters[row].numel()
-            seconds = 0.0 if stays or number in waits else seconds_per_element * numel
-            done = max(done, seconds_between * number) + seconds
-            self.autotuner.add_work(Work(numel, done, seconds, is_hidden, stays, waits=not stays and number in waits))
-        waiting = sum(self.parameters[row].numel() for number, row in enumerate(chosen) if number in waits)
-        awaited_at = backward if done > backward else math.inf
-        return self.autotuner.choose(awaited_at, 0.0 if is_free else seconds_per_element * waiting)
-
-    def note(self, row: int, *, stays: bool) -> None:
-        """Let a parameter's bucket be ready."""
-        self.autotuner.add_bucket(Bucket(stays, dict.fromkeys([self.states[row]]), self.parameters[row].numel()))
+        count, done, waiting = len(self.parameters), 0.0, 0
+        self.device.kept = 0
+        for number, (parameter, state) in enumerate(zip(self.parameters, self.states, strict=True)):
+            stays, numel = number >= count - kept, parameter.numel()
+            is_later = not stays and number in waits
+            self.device.kept += numel if stays else 0
+            waiting += numel if number in waits else 0
+            self.autotuner.add_bucket(Bucket(stays, dict.fromkeys([state]), numel))
+            seconds = 0.0 if stays or is_later else seconds_per_element * numel
+            done = max(done, number) + seconds
+            self.autotuner.add_work(Work(numel, done, seconds, True, stays, waits=is_later))
+        backward = count - 1
+        return self.autotuner.choose(backward if done > backward else math.inf, seconds_per_element * waiting)
 
     def choose(self, **options: Any) -> Placement:
         """Make steps until the choice stays the same, and return it."""
