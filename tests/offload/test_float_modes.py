@@ -21,24 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.float_modes import flushed_denormals, rounded_upward
 from support.optimizers import TorchWithMasters
-from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice
+from support.overlap import DEVICES, ImmediateDevice, ThreadDevice
 from support.visible import Bits, bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.devices import Device
 from superadam.kernels.torch_private import check_and_unscale
 from superadam.offload import accumulation
-from superadam.testing import SimulatedDevice
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.99), "weight_decay": 0.1}  # exp_avg is the gradient
 SIZES = ((64, 2), (192,), (64, 1))
-DEVICES: dict[str, Callable[[int], Device]] = {
-    "immediate": lambda seed: ImmediateDevice(),
-    "thread": lambda seed: ThreadDevice(),
-    "deferred": lambda seed: DeferredDevice(),
-    "simulated": SimulatedDevice,
-}
 MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "usual": nullcontext,
     "flushed": flushed_denormals,

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, adam, batch, mlp
+from support.overlap import DEVICES, adam, batch, mlp
 from support.visible import state_bits
 from torch import Tensor
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.optim import adam as adam_module
-from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 INTERRUPTIONS = 1000 if DEEP else 12
@@ -29,17 +28,14 @@ STEPS = 40
 LATEST_SECONDS = 0.004
 """After the beginning of an iteration, which takes about as long; decides where interruptions fall, and no result."""
 
-SCHEDULED = {
-    "thread": ThreadDevice,
-    "deferred": DeferredDevice,
-    "immediate": ImmediateDevice,
-    "simulated": lambda: SimulatedDevice(5),
-}
 TIMERS = {
     signal.SIGALRM: signal.ITIMER_REAL,
     signal.SIGVTALRM: signal.ITIMER_VIRTUAL,
     signal.SIGPROF: signal.ITIMER_PROF,
 }
+
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 class Interrupted(BaseException):
@@ -82,15 +78,10 @@ def interruptions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interruptions]:
     monkeypatch.setattr(sys, "unraisablehook", bool)  # a signal may meet a finalizer, and another one pytest's hook
     one = Interruptions()
     handle = one.handle
-    before, threads = (
-        {number: signal.signal(number, handle) for number in (signal.SIGINT, *TIMERS)},
-        torch.get_num_threads(),
-    )
-    torch.set_num_threads(1)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, *TIMERS)}
     yield one
     assert all(signal.getsignal(number) is handle for number in before)
     one.stop()
-    torch.set_num_threads(threads)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -104,8 +95,8 @@ class Training:
         options = {"lr": 1e-6, "max_grad_norm": 1e-3} if is_patched else {}
         self.optimizer: SpeculativeCPUAdam = adam(self.model, **options)
         self._schedulers: list[OffloadScheduler] = []
-        if how in SCHEDULED:
-            device = SCHEDULED[how]()
+        if how in DEVICES:
+            device = DEVICES[how](5)
             self._schedulers.append(OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=300))
 
     def loss(self, number: int) -> Tensor:
@@ -164,7 +155,7 @@ class Training:
 @pytest.mark.covering(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", ["plain", *SCHEDULED])
+@pytest.mark.parametrize("how", ["plain", *DEVICES])
 def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, interruptions: Interruptions) -> None:
     plain = Training(dtype, "plain")
     expected = [plain.seen()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,17 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.overlap import (
-    DeferredDevice,
-    ImmediateDevice,
-    ThreadDevice,
-    adam,
-    batch,
-    eager,
-    loss_of,
-    mlp,
-    train,
-)
+from support.overlap import DEVICES, DeferredDevice, ThreadDevice, adam, batch, eager, loss_of, mlp, train
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
@@ -125,20 +115,20 @@ def counted_speculation() -> Iterator[list[int]]:
 @settings(max_examples=settings().max_examples // 2)
 @given(
     events=st.lists(st.sampled_from(EVENTS), min_size=2, max_size=12),
-    device=st.sampled_from([ImmediateDevice, ThreadDevice, DeferredDevice, lambda: SimulatedDevice(5, 0.4)]),
+    device=st.sampled_from(sorted(DEVICES)),
     bucket_numel=st.sampled_from([1, 100, 10**6]),
     limit=st.sampled_from([1e-3, 20.0]),
     lr=st.sampled_from([1e-5, 1e-2]),
 )
 def test_every_speculation_ends_in_one_way(
-    events: list[str], device: Callable[[], Device], bucket_numel: int, limit: float, lr: float
+    events: list[str], device: str, bucket_numel: int, limit: float, lr: float
 ) -> None:
     """It is accepted, respeculated or dropped; no parameter is cut here."""
     model = mlp(torch.bfloat16)
     optimizer = adam(model, lr=lr)
     with (
         counted_speculation() as begun,
-        eager(optimizer, model, device=device(), bucket_numel=max(bucket_numel, 64)) as scheduler,
+        eager(optimizer, model, device=DEVICES[device](5), bucket_numel=max(bucket_numel, 64)) as scheduler,
     ):
         for event in events:
             one_step(event, model, optimizer, scheduler)
@@ -146,7 +136,7 @@ def test_every_speculation_ends_in_one_way(
             optimizer.zero_grad()
             loss_of(model, 3).backward()
             pipeline = scheduler._pipeline
-            while pipeline is not None and isinstance(scheduler._device, ImmediateDevice) and pipeline._idle():
+            while pipeline is not None and device == "immediate" and pipeline._idle():
                 pass
             optimizer.step()
             check(scheduler)

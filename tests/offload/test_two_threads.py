@@ -17,33 +17,25 @@ from typing import Any
 
 import pytest
 import torch
-from support.overlap import DeferredDevice, ThreadDevice, adam, batch, mlp
+from support.overlap import DEVICES, adam, batch, mlp
 from support.visible import bits, parameters_of
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.offload import trace
-from superadam.testing import SimulatedDevice
 
 INTERLEAVINGS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 1
 REPEATS = 2
 """Calls of each thread in one interleaving."""
 
-DEVICES: dict[str, Callable[[int], Any]] = {
-    "none": lambda seed: None,
-    "thread": lambda seed: ThreadDevice(),
-    "deferred": lambda seed: DeferredDevice(),
-    "simulated": SimulatedDevice,
-}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("one_torch_thread")]
 
 
 @pytest.fixture(autouse=True)
 def _switching_often() -> Iterator[None]:
-    interval, threads = sys.getswitchinterval(), torch.get_num_threads()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    torch.set_num_threads(1)
     yield
     sys.setswitchinterval(interval)
-    torch.set_num_threads(threads)
 
 
 class Run:
@@ -53,8 +45,9 @@ class Run:
         self.model = mlp(torch.bfloat16, width=8, layers=2)
         self.optimizer: SpeculativeCPUAdam = adam(self.model)
         self.scheduler: OffloadScheduler | None = None
-        device = list(DEVICES.values())[seed % len(DEVICES)](seed)
-        if device is not None:
+        where = ["none", *DEVICES][seed % (1 + len(DEVICES))]
+        if where != "none":
+            device = DEVICES[where](seed)
             self.scheduler = OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=70)
         self.backward()
         self.optimizer.step()
@@ -151,8 +144,6 @@ def in_two_threads(first: Callable[[], object], second: Callable[[], object], se
         raise error
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", CALLS)
 def test_every_pair_of_calls(first: str, after: list[list[Any]], tmp_path: Path) -> None:
     others = [*CALLS][[*CALLS].index(first) :]
@@ -174,15 +165,13 @@ def test_every_pair_of_calls(first: str, after: list[list[Any]], tmp_path: Path)
 QUESTIONS = [name for name in CALLS if name not in {*STEPS, "zero_grad", "load_state_dict", "close"}]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("call", [*QUESTIONS, "close"])
 def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a logger, a checkpointer or a tuner does; traces are full, so that each span drops another."""
     monkeypatch.setattr(trace, "SPANS_KEPT", 2000)
     plain = Run()
     plain.train(6)
-    for seed in range(1, 2 + INTERLEAVINGS):
+    for seed in range(2, 3 + INTERLEAVINGS):  # a thread, and none, of a scheduler
         run = Run(seed)
         for number in range(2000 if run.scheduler is not None else 0):
             run.scheduler.trace.add("before", "model", number, number + 1)
