@@ -166,16 +166,6 @@ def test_thread_sleeps_while_there_is_nothing_to_do(idle, fails):
     worker.close()
 
 
-def test_a_closed_worker_is_forgotten():
-    """With everything that its idle work holds."""
-    worker = ThreadWorker(Idle(3))
-    is_alive = weakref.ref(worker)
-    worker.close()
-    del worker
-    gc.collect()
-    assert is_alive() is None
-
-
 def test_close_finishes_the_jobs_and_refuses_others():
     ran = []
     worker = ThreadWorker(lambda: False)

@@ -176,22 +176,18 @@ def test_values_come_up_while_backward_goes_on() -> None:
     assert not goes_on
 
 
+MEETING = threading.Barrier(2)
+
+
 class MeetingStatistics(OverlapStatistics):
     """Lets threads that add to `uploaded_bytes` at once all read it before any writes."""
 
-    _bytes = 0
-    _meeting = threading.Barrier(2)
-
-    @property
-    def uploaded_bytes(self) -> int:
-        value = self._bytes
-        with suppress(threading.BrokenBarrierError):  # the other one cannot come while this one has a lock
-            self._meeting.wait(0.2)
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "uploaded_bytes":
+            with suppress(threading.BrokenBarrierError):  # the other one cannot come while this one has a lock
+                MEETING.wait(0.2)
         return value
-
-    @uploaded_bytes.setter
-    def uploaded_bytes(self, value: int) -> None:
-        self._bytes = value
 
 
 def test_uploads_of_two_threads_at_once_are_both_counted() -> None:
@@ -201,4 +197,4 @@ def test_uploads_of_two_threads_at_once_are_both_counted() -> None:
     with ThreadPoolExecutor(2) as threads:
         for upload in [threads.submit(transfers.upload, torch.ones(3), torch.zeros(3)) for _ in range(2)]:
             upload.result()
-    assert statistics._bytes == 2 * 3 * 4
+    assert statistics.uploaded_bytes == 2 * 3 * 4

@@ -93,8 +93,9 @@ def _as_of_device() -> Iterator[None]:
 class FullDevice(SimulatedDevice):
     """A simulated device whose allocations fail as others do."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, cores: int = 1) -> None:
+        super().__init__(7)
+        self.idle_cores = lambda: cores  # type: ignore[method-assign]
         run_one = self.accelerator.run_one
 
         def uncounted() -> bool:
@@ -110,16 +111,6 @@ class FullDevice(SimulatedDevice):
     def pack(self, *arguments: Any) -> Tensor:
         with _as_of_device():
             return super().pack(*arguments)
-
-    def idle_cores(self) -> int:
-        return 1
-
-
-class DeferredFullDevice(FullDevice):
-    """One without a core for a worker."""
-
-    def idle_cores(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -152,10 +143,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _full() -> FullDevice:
-    return FullDevice(7)
-
-
 PATCHED: dict[str, Any] = {"is_patched": True, "has_first": False}
 MANY: dict[str, Any] = {"layers": 130, "width": 2, "has_first": False}
 
@@ -166,27 +153,29 @@ CASES = {
     "plain bf16": Case(amsgrad=True),
     "plain not dense": Case(is_dense=False),
     "plain, state is held": Case(holds_state=True),
-    "simulated, kept, state is held": Case(device=_full, holds_state=True, options={"gpu_buckets": 2}),
+    "simulated, kept, state is held": Case(device=FullDevice, holds_state=True, options={"gpu_buckets": 2}),
     "by hand": Case(speculates=True),
     "by hand, not dense, amsgrad": Case(is_dense=False, speculates=True, amsgrad=True),
     "thread": Case(device=ThreadDevice),
     "immediate, not dense": Case(device=ImmediateDevice, is_dense=False),
     "deferred, fp32": Case(torch.float32, DeferredDevice),
-    "simulated": Case(device=_full),
-    "simulated, fp32, amsgrad": Case(torch.float32, _full, amsgrad=True),
-    "simulated, not dense": Case(device=_full, is_dense=False),
-    "simulated, all in step()": Case(device=lambda: DeferredFullDevice(7)),
-    "simulated, narrow link": Case(torch.float32, _full, options={"transfer_dtype": torch.bfloat16}),
-    "simulated, kept": Case(device=_full, options={"gpu_buckets": 2}),
-    "simulated, kept, not dense, amsgrad": Case(device=_full, is_dense=False, amsgrad=True, options={"gpu_buckets": 2}),
-    "simulated, all kept": Case(device=_full, options={"gpu_buckets": 100}),
+    "simulated": Case(device=FullDevice),
+    "simulated, fp32, amsgrad": Case(torch.float32, FullDevice, amsgrad=True),
+    "simulated, not dense": Case(device=FullDevice, is_dense=False),
+    "simulated, all in step()": Case(device=lambda: FullDevice(0)),
+    "simulated, narrow link": Case(torch.float32, FullDevice, options={"transfer_dtype": torch.bfloat16}),
+    "simulated, kept": Case(device=FullDevice, options={"gpu_buckets": 2}),
+    "simulated, kept, not dense, amsgrad": Case(
+        device=FullDevice, is_dense=False, amsgrad=True, options={"gpu_buckets": 2}
+    ),
+    "simulated, all kept": Case(device=FullDevice, options={"gpu_buckets": 100}),
     "patched, immediate": Case(device=ImmediateDevice, **PATCHED),
     "patched, thread, not dense, amsgrad": Case(device=ThreadDevice, is_dense=False, amsgrad=True, **PATCHED),
-    "patched, simulated": Case(device=_full, **PATCHED),
-    "patched, simulated, fp16, large": Case(torch.float16, _full, width=40, **PATCHED),
-    "patched, simulated, some kept": Case(device=_full, options={"gpu_buckets": 2}, **PATCHED),
-    "accumulated": Case(device=_full, micro=2),
-    "accumulated in fp32": Case(device=_full, micro=2, sum_dtype=torch.float32),
+    "patched, simulated": Case(device=FullDevice, **PATCHED),
+    "patched, simulated, fp16, large": Case(torch.float16, FullDevice, width=40, **PATCHED),
+    "patched, simulated, some kept": Case(device=FullDevice, options={"gpu_buckets": 2}, **PATCHED),
+    "accumulated": Case(device=FullDevice, micro=2),
+    "accumulated in fp32": Case(device=FullDevice, micro=2, sum_dtype=torch.float32),
     "accumulated in fp32, immediate": Case(device=ImmediateDevice, micro=2, sum_dtype=torch.float32),
 }
 
@@ -354,8 +343,8 @@ def examined(case: Case, only: int | None) -> Report:
             twins.calm(1)
             twins.check(f"after first step, {first}, {count}")
             twins.close()
+        twins = None
         for kind, factor in (STEADY if case.is_patched else OFTEN).items():
-            twins = None
             for first in _until_none_fails(report, only):
                 if twins is None:
                     twins = Twins(case, report)
@@ -366,9 +355,9 @@ def examined(case: Case, only: int | None) -> Report:
                 if not is_good:
                     twins.close()
                     twins = None
-            if twins is not None:
-                twins.check(f"{kind}, at the end")
-                twins.close()
+        if twins is not None:
+            twins.check("at the end")
+            twins.close()
     return report
 
 
