@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,24 +197,16 @@ def test_forked_child_is_refused_even_while_a_job_runs(worker):
     worker.drain()
 
 
-class FailingQueue:
-    """Raises at one `get`."""
+def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, errors = worker._calls, [error]
 
-    def __init__(self, queue: Any, error: BaseException) -> None:
-        self._queue, self._errors = queue, [error]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    def get(self, block: bool = True) -> Any:
-        found = self._queue.get(block)
-        if self._errors:
-            raise self._errors.pop()
+    def get(block: bool = True) -> Any:
+        found = queue.get(block)
+        if errors:
+            raise errors.pop()
         return found
 
-
-def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, worker._calls = worker._calls, FailingQueue(worker._calls, error)
+    worker._calls = SimpleNamespace(get=get, put=queue.put, empty=queue.empty)
     queue.put(bool)
 
 
