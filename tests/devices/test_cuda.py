@@ -51,16 +51,11 @@ def cuda():
         yield fake
 
 
-def reserved(device: CudaDevice) -> Any:
-    """Return a device with some pinned memory."""
-    device.reserve(HostNeeds(pending=ROOM, largest=1 << 16))
-    return device
-
-
 @pytest.fixture(params=["made-up", *GPUS])
 def device(request):
     with fake_cuda() if request.param == "made-up" else nullcontext() as fake:
-        one = reserved(CudaDevice(request.param) if fake is None else FakeDevice(fake))
+        one = CudaDevice(request.param) if fake is None else FakeDevice(fake)
+        one.reserve(HostNeeds(pending=ROOM, largest=1 << 16))
         yield one
         one.close()
 

@@ -15,8 +15,8 @@ from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.host.memory import HostNeeds
 from superadam.state.parameter import ParameterState
-from superadam.testing import SimulatedDevice
 from superadam.testing.accelerator import SimulatedEvent
+from superadam.testing.simulated import SimulatedDevice
 
 
 def lazy(seed: int = 0) -> SimulatedDevice:

@@ -41,13 +41,12 @@ class Measured(SimulatedDevice):
         super().__init__(0)
         self.free = int(free_elements * BYTES_PER_ELEMENT / FREE_SHARE) + 1
         self.num_threads = num_threads
-        self.bytes_of_state: float = BYTES_OF_STATE
         self.kept = 0  # elements
         self.questions = 0
 
     def free_bytes(self) -> int:
         self.questions += 1
-        return int(self.free - self.bytes_of_state * self.kept)
+        return int(self.free - BYTES_OF_STATE * self.kept)
 
     def idle_cores(self) -> int:
         return self.num_threads
