@@ -1,9 +1,13 @@
-"""The simulated device does all as late, and as badly, as a real one may; a model may compute late on it, too."""
+"""The simulated device does all as late, and as badly, as a real one may; events of accelerators are torch's own."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +17,11 @@ from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
+from superadam.devices.interface import AllEvents
 from superadam.host.memory import HostNeeds
 from superadam.state.parameter import ParameterState
-from superadam.testing import SimulatedDevice
 from superadam.testing.accelerator import SimulatedEvent
-from superadam.testing.simulated import SeededWorker
+from superadam.testing.simulated import SimulatedDevice
 
 
 def lazy(seed: int = 0) -> SimulatedDevice:
@@ -129,9 +133,9 @@ def test_every_order_that_events_allow_comes_with_some_seed_and_the_same_with_on
         device.finish()
         return "".join(order)
 
-    runs = [run(seed) for seed in range(200)]
+    runs = [run(seed) for seed in range(100)]
     assert set(runs) == expected
-    assert runs == [run(seed) for seed in range(200)]
+    assert runs == [run(seed) for seed in range(100)]
 
 
 def test_streams_that_wait_in_a_circle_are_told() -> None:
@@ -240,12 +244,18 @@ def test_nothing_of_a_late_model_is_there_before_somebody_waits() -> None:
 # ---- its worker ------------------------------------------------------------------------------------------------------
 
 
-def test_seeded_worker_runs_every_job_in_order() -> None:
-    lags = set()
-    for seed in range(30):
-        done: list[int] = []
-        worker = SimulatedDevice(seed).start_worker(lambda: False)
-        assert isinstance(worker, SeededWorker)
+def test_seeded_worker_does_any_number_of_its_jobs_and_of_its_idle_work_before_it_is_waited_for() -> None:
+    lags, amounts = set(), set()
+    for seed in range(60):
+        done, left = list[int](), [3]
+
+        def work(left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] > 0
+
+        worker = SimulatedDevice(seed).start_worker(work)
+        worker.wake()
+        amounts.add(left[0])
         for i in range(5):
             worker.submit(lambda _, i=i, done=done: done.append(i))
         lags.add(5 - len(done))
@@ -254,19 +264,6 @@ def test_seeded_worker_runs_every_job_in_order() -> None:
         assert done == list(range(5))
         assert worker.is_idle
     assert lags >= {0, 1, 2}
-
-
-def test_seeded_worker_does_idle_work_as_long_as_there_is_some() -> None:
-    amounts = set()
-    for seed in range(60):
-        left = [3]
-
-        def work(left: list[int] = left) -> bool:
-            left[0] -= 1
-            return left[0] > 0
-
-        SimulatedDevice(seed).start_worker(work).wake()
-        amounts.add(left[0])
     assert amounts == {3, 2, 1, 0}
 
 
@@ -279,3 +276,70 @@ def test_what_is_written_to_memory_that_was_freed_is_told() -> None:
     late.zero_()
     with pytest.raises(RuntimeError, match="written to after it was free"):
         device.finish()
+
+
+# ---- an accelerator beside a model in host memory --------------------------------------------------------------------
+
+
+PARAMETER = nn.Parameter(torch.zeros(3))
+
+
+class Module:
+    """Stands for `torch.cuda`: writes what was asked of it, and with which current device."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.is_used = False
+        self.current = 3
+
+    def is_initialized(self) -> bool:
+        return self.is_used
+
+    def current_device(self) -> int:
+        return self.current
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def Event(self, **options: bool) -> SimpleNamespace:  # noqa: N802
+        def noted(name: str) -> Callable[[], bool]:
+            return lambda: self.log.append((name, self.current)) is not None
+
+        self.log.append(("make", options))
+        return SimpleNamespace(**{name: noted(name) for name in ("record", "query", "synchronize")})
+
+
+def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert PlainDevice().mark_ready(PARAMETER) is None
+
+
+@pytest.mark.parametrize(("kind", "options"), [("cuda", {"blocking": True}), ("xpu", {})])
+def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_records_them(kind, options, monkeypatch):
+    module = Module()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", functools.partial(torch.device, kind))
+    monkeypatch.setattr(torch, kind, module)
+    device = PlainDevice()
+    assert device.mark_ready(PARAMETER) is None  # recording would make a context
+    module.is_used = True
+    event = device.mark_ready(PARAMETER)
+    module.current = 0  # of the worker's thread
+    assert event.query() is False
+    event.synchronize()
+    assert module.log == [("make", options), ("record", 3), ("query", 3), ("synchronize", 3)]
+    assert module.current == 0
+
+
+def test_several_events_pass_with_the_last():
+    device = SimulatedDevice(0, 0.0)
+    events = AllEvents((device.record(Stream.UPLOAD), device.record(Stream.DOWNLOAD)))
+    assert not events.query()
+    events.events[0].synchronize()
+    assert events.query() is events.events[1].query()
+    events.synchronize()
+    assert events.query()
+    assert all(event.query() for event in events.events)
+    assert AllEvents().query()

@@ -9,12 +9,13 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.children import exit_code_of_child
-from support.overlap import PlantedError, ThreadDevice, adam, end_thread, loss_of, mlp
+from support.overlap import PlantedError, ThreadDevice, end_thread, everything, loss_of, train, twins
 
 from superadam import OffloadScheduler
 from superadam.devices import worker as worker_module
@@ -45,10 +46,6 @@ def runs_jobs(worker: ThreadWorker) -> bool:
     return ran.is_set()
 
 
-def fail(is_awaited: Callable[[], bool]) -> None:
-    raise PlantedError("planted")
-
-
 @pytest.fixture
 def idle():
     return Idle()
@@ -61,25 +58,15 @@ def worker(idle):
     one.close()
 
 
-def test_drain_waits_for_the_job_that_runs_in_another_thread(worker):
-    started, threads = threading.Event(), set()
-
-    def slow(is_awaited):
-        started.set()
-        time.sleep(0.05)
-        threads.add(threading.current_thread())
-
-    worker.submit(slow)
-    assert started.wait(60)
-    worker.drain()
-    assert threads
-    assert threading.current_thread() not in threads
-
-
 @pytest.mark.parametrize("is_behind", [True, False])
-def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(worker, is_behind):
+@pytest.mark.parametrize("error", [PlantedError("planted"), SystemExit(), KeyboardInterrupt(), MemoryError()])
+def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(worker, error, is_behind):
     """Whether they were there before it: backward goes on, and the submitting thread has nothing to do with it."""
     ran, gate = [], threading.Event()
+
+    def fail(is_awaited):
+        raise error
+
     worker.submit(lambda _: gate.wait(60) and None)
     worker.submit(fail)
     if not is_behind:
@@ -88,20 +75,24 @@ def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(wo
             time.sleep(0.001)
     worker.submit(lambda _: ran.append(1))
     gate.set()
-    with pytest.raises(WorkerError, match="failed with PlantedError: planted; nothing was changed, and the ") as caught:
+    told = f"failed with {type(error).__name__}: {error}; nothing was changed, and the "
+    with pytest.raises(WorkerError, match=told) as caught:
         worker.drain()
-    assert isinstance(caught.value.__cause__, PlantedError)
+    assert caught.value.__cause__ is error
     assert runs_jobs(worker)
     assert not ran
 
 
 def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker):
-    gate, started = threading.Event(), threading.Event()
+    """In another thread, for which `drain` waits."""
+    gate, started, threads = threading.Event(), threading.Event(), []
     assert worker.is_idle
 
     def wait(is_awaited):
         started.set()
         assert gate.wait(60)
+        time.sleep(0.05)
+        threads.append(threading.current_thread())
 
     worker.submit(wait)
     assert not worker.is_idle
@@ -110,6 +101,8 @@ def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker):
     gate.set()
     worker.drain()
     assert worker.is_idle
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.timeout(60)
@@ -134,26 +127,6 @@ def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker, with_job
     assert not ran
 
 
-@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError()])
-def test_nothing_that_a_job_raises_ends_the_thread(worker, error):
-    def stop(is_awaited):
-        raise error
-
-    worker.submit(stop)
-    with pytest.raises(WorkerError) as caught:
-        worker.drain()
-    assert caught.value.__cause__ is error
-    assert runs_jobs(worker)
-
-
-def test_idle_work_goes_on_until_there_is_none(worker, idle):
-    idle.pieces = 3
-    worker.wake()
-    assert idle.done.wait(60)
-    time.sleep(0.05)
-    assert idle.asked == 3
-
-
 def test_jobs_go_before_idle_work(worker, idle):
     """A job waits for at most one piece of idle work."""
     gate, ran_after = threading.Event(), []
@@ -171,44 +144,23 @@ def test_jobs_go_before_idle_work(worker, idle):
     idle.pieces = 0
 
 
-def test_failing_idle_work_is_told(idle):
-    failed = threading.Event()
-
-    def fail_idly():
-        failed.set()
-        raise PlantedError("planted")
-
-    worker = ThreadWorker(fail_idly)
-    worker.wake()
-    assert failed.wait(60)
-    time.sleep(0.05)
-    with pytest.raises(WorkerError, match="planted"):
-        worker.drain()
-    worker.close()
-
-
 @pytest.mark.parametrize("fails", [False, True])
-def test_thread_sleeps_while_there_is_nothing_to_do(worker, fails):
-    """Also where idle work that failed would be there, until that is told."""
-    worker._idle = lambda: fails
-    worker.submit(fail if fails else lambda _: None)
-    while not worker.is_idle:
-        time.sleep(0.001)
+def test_idle_work_goes_on_until_there_is_none_or_it_fails_and_then_the_thread_sleeps(fails):
+    """Where it has failed there may still be some, which is left until the failure is told."""
+    idle = Idle(3)
+    worker = ThreadWorker(lambda: idle() or (1 / 0 if fails else False))
+    worker.wake()
+    assert idle.done.wait(60)
+    time.sleep(0.05)
+    if fails:
+        worker.submit(lambda _: None)  # wakes the thread, and is discarded
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1  # of 0.3 s that a spinning thread would use; other threads are idle too
-    with pytest.raises(WorkerError) if fails else nullcontext():
+    assert idle.asked == 3
+    with pytest.raises(WorkerError, match="failed with ZeroDivisionError") if fails else nullcontext():
         worker.drain()
-
-
-def test_a_closed_worker_is_forgotten():
-    """With everything that its idle work holds."""
-    worker = ThreadWorker(Idle(3))
-    is_alive = weakref.ref(worker)
     worker.close()
-    del worker
-    gc.collect()
-    assert is_alive() is None
 
 
 def test_close_finishes_the_jobs_and_refuses_others():
@@ -241,24 +193,16 @@ def test_forked_child_is_refused_even_while_a_job_runs(worker):
     worker.drain()
 
 
-class FailingQueue:
-    """Raises at one `get`."""
+def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, errors = worker._calls, [error]
 
-    def __init__(self, queue: Any, error: BaseException) -> None:
-        self._queue, self._errors = queue, [error]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    def get(self, block: bool = True) -> Any:
-        found = self._queue.get(block)
-        if self._errors:
-            raise self._errors.pop()
+    def get(block: bool = True) -> Any:
+        found = queue.get(block)
+        if errors:
+            raise errors.pop()
         return found
 
-
-def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, worker._calls = worker._calls, FailingQueue(worker._calls, error)
+    worker._calls = SimpleNamespace(get=get, put=queue.put, empty=queue.empty)
     queue.put(bool)
 
 
@@ -313,8 +257,7 @@ def in_time(call: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("end", ENDS)
 def test_no_call_waits_for_a_thread_that_is_gone(end, error, late, monkeypatch):
     """Each returns or raises WorkerError; steps that are made have the bits of training without a worker."""
-    plain_model, model = mlp(), mlp()
-    plain, optimizer = adam(plain_model), adam(model)
+    plain_model, plain, model, optimizer = twins()
     scheduler = OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
     worker = scheduler._pipeline._worker
     calls = [
@@ -327,25 +270,21 @@ def test_no_call_waits_for_a_thread_that_is_gone(end, error, late, monkeypatch):
         scheduler.synchronize,
         lambda: scheduler.statistics,
         lambda: optimizer.clip_grad_norm_(20.0),
+        bool,
     ]
-    for number in range(len(calls) + 4):
-        for one in (plain_model, model):
-            one.zero_grad()
-            if number == 2 and one is model:
-                timer = threading.Timer(late, end, (worker, error, monkeypatch))
-                timer.start()
-            loss_of(one, number).backward()
-        if number == 2:
+    for number, call in enumerate([bool, *calls]):
+        train(plain_model, plain, range(number, number + 1))
+        optimizer.zero_grad()
+        timer = threading.Timer(late, end, (worker, error, monkeypatch))
+        if number == 1:
+            timer.start()
+        loss_of(model, number).backward()
+        if number == 1:
             timer.join()
-        plain.step()
-        if 2 <= number < 2 + len(calls):
-            in_time(calls[number - 2])
-        for _ in range(3):
-            if not in_time(optimizer.resolve if number % 2 else optimizer.step):
-                break
-        else:
-            pytest.fail("no step was made")
-        if number == 2 + len(calls):
+        in_time(call)
+        tries = (in_time(optimizer.resolve if number % 2 else optimizer.step) for _ in range(3))
+        assert not all(tries), "no step was made"
+        if number == len(calls) - 1:
             in_time(scheduler.close)
             in_time(scheduler.close)
             assert not worker._thread.is_alive()
@@ -356,16 +295,13 @@ def test_a_thread_that_cannot_start_leaves_training_as_it_was(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    plain_model, model = mlp(), mlp()
-    plain, optimizer = adam(plain_model), adam(model)
+    plain_model, plain, model, optimizer = twins()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):
             OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
-    for make in (lambda: nullcontext(), lambda: OffloadScheduler(optimizer, model, device=ThreadDevice())):
-        with make():
-            for one, its in ((plain_model, plain), (model, optimizer)):
-                one.zero_grad()
-                loss_of(one, 1).backward()
-                its.step()
-        assert all(map(torch.equal, plain_model.parameters(), model.parameters()))
+    train(model, optimizer, range(2))
+    with OffloadScheduler(optimizer, model, device=ThreadDevice()):
+        train(model, optimizer, range(2, 4))
+    train(plain_model, plain, range(4))
+    assert everything(model, optimizer) == everything(plain_model, plain)

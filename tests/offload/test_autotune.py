@@ -1,4 +1,4 @@
-"""The autotuner: what is measured, what counts, and when the choice changes."""
+"""The autotuner and the rules of the placement: what is measured, what counts, and when and how the choice changes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.overlap import adam, loss_of, mlp, train
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -22,10 +23,16 @@ from superadam.offload.autotune import (
     Autotuner,
     Work,
 )
-from superadam.offload.buckets import Bucket
+from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import Placement, last_pieces
-from superadam.state.parameter import ParameterState
+from superadam.offload.placement import (
+    LEAST_BUCKETS,
+    LEAST_NUMEL,
+    Placement,
+    last_pieces,
+    numel_of_buckets,
+)
+from superadam.state.parameter import ParameterState, Piece
 from superadam.testing import SimulatedDevice
 
 CORES = 4
@@ -41,13 +48,12 @@ class Measured(SimulatedDevice):
         super().__init__(0)
         self.free = int(free_elements * BYTES_PER_ELEMENT / FREE_SHARE) + 1
         self.num_threads = num_threads
-        self.bytes_of_state: float = BYTES_OF_STATE
         self.kept = 0  # elements
         self.questions = 0
 
     def free_bytes(self) -> int:
         self.questions += 1
-        return int(self.free - self.bytes_of_state * self.kept)
+        return int(self.free - BYTES_OF_STATE * self.kept)
 
     def idle_cores(self) -> int:
         return self.num_threads
@@ -56,53 +62,33 @@ class Measured(SimulatedDevice):
 class Steps:
     """Makes steps over parameters of given sizes as a scheduler does, with the times of a simulated worker."""
 
-    def __init__(
-        self, sizes: Sequence[int], device: Device | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
-    ) -> None:
-        self.parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    def __init__(self, sizes: Sequence[int], device: Device | None = None, **options: Any) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
         self.states = [ParameterState(parameter, row, f"p{row}") for row, parameter in enumerate(self.parameters)]
         self.device: Any = device or Measured()
         self.autotuner = Autotuner(self.device, sum(sizes), **{**AUTO, **options})
 
-    def make(
-        self,
-        rows: Sequence[int] | None = None,
-        *,
-        kept: int = 0,
-        seconds_per_element: float = 1e-9,
-        is_hidden: bool = True,
-        waits: Sequence[int] = (),
-        seconds_between: float = 1.0,
-        is_free: bool = False,
-    ) -> bool:
-        """Make a step, each parameter in a bucket of its own, ready some time after the one before.
+    def make(self, *, kept: int = 0, seconds_per_element: float = 1e-9, waits: Sequence[int] = ()) -> bool:
+        """Make a step, each parameter in a bucket of its own, ready a second after the one before.
 
         Args:
-            rows: of the parameters, in order.
             kept: how many of the last ones stay.
             seconds_per_element: of the worker.
-            is_hidden: whether the model computed meanwhile.
             waits: buckets that the policy does not let be speculated on.
-            seconds_between: buckets.
-            is_free: whether the updates of waiting buckets take no time that was measured.
         """
-        chosen = range(len(self.parameters)) if rows is None else rows
-        self.device.kept = sum(self.parameters[row].numel() for row in chosen[len(chosen) - kept :])
-        done, backward = 0.0, seconds_between * (len(chosen) - 1)
-        for number, row in enumerate(chosen):
-            stays = number >= len(chosen) - kept
-            self.note(row, stays=stays)
-            numel = self.parameters[row].numel()
-            seconds = 0.0 if stays or number in waits else seconds_per_element * numel
-            done = max(done, seconds_between * number) + seconds
-            self.autotuner.add_work(Work(numel, done, seconds, is_hidden, stays, waits=not stays and number in waits))
-        waiting = sum(self.parameters[row].numel() for number, row in enumerate(chosen) if number in waits)
-        awaited_at = backward if done > backward else math.inf
-        return self.autotuner.choose(awaited_at, 0.0 if is_free else seconds_per_element * waiting)
-
-    def note(self, row: int, *, stays: bool) -> None:
-        """Let a parameter's bucket be ready."""
-        self.autotuner.add_bucket(Bucket(stays, dict.fromkeys([self.states[row]]), self.parameters[row].numel()))
+        count, done, waiting = len(self.parameters), 0.0, 0
+        self.device.kept = 0
+        for number, (parameter, state) in enumerate(zip(self.parameters, self.states, strict=True)):
+            stays, numel = number >= count - kept, parameter.numel()
+            is_later = not stays and number in waits
+            self.device.kept += numel if stays else 0
+            waiting += numel if number in waits else 0
+            self.autotuner.add_bucket(Bucket(stays, dict.fromkeys([state]), numel))
+            seconds = 0.0 if stays or is_later else seconds_per_element * numel
+            done = max(done, number) + seconds
+            self.autotuner.add_work(Work(numel, done, seconds, True, stays, waits=is_later))
+        backward = count - 1
+        return self.autotuner.choose(backward if done > backward else math.inf, seconds_per_element * waiting)
 
     def choose(self, **options: Any) -> Placement:
         """Make steps until the choice stays the same, and return it."""
@@ -236,14 +222,10 @@ def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
         assert device.questions == 0
         assert steps.make(seconds_per_element=1.0) is (number == AGREEING_STEPS - 1)
     assert (device.questions, steps.autotuner.placement.gpu_buckets) == (1, 3)
-    for _ in range(2 * AGREEING_STEPS):
-        assert not steps.make(kept=3, seconds_per_element=1.0)  # more is wanted, and does not fit
-    assert device.questions == 3
-    before = steps.autotuner.placement.gpu_buckets
-    while steps.autotuner.placement.gpu_buckets == before:
+    while steps.autotuner.placement.gpu_buckets:
         asked = device.questions
         steps.make(kept=3, seconds_per_element=1e-9)
-    assert (device.questions, steps.autotuner.placement.gpu_buckets) == (asked, 0)
+    assert device.questions == asked
 
 
 # ---- explicit changes ------------------------------------------------------------------------------------------------
@@ -307,3 +289,40 @@ def test_work_says_what_was_only_summed(monkeypatch: pytest.MonkeyPatch) -> None
             seen.append(set(waits))
             waits.clear()
     assert seen == [set(), {False}, {False, True}]
+
+
+# ---- the rules of the placement --------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**12))
+def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> None:
+    numel = numel_of_buckets(total)
+    assert LEAST_NUMEL <= numel <= DEFAULT_NUMEL
+    assert numel in (LEAST_NUMEL, DEFAULT_NUMEL, total // LEAST_BUCKETS)
+    assert numel <= max(LEAST_NUMEL, total // LEAST_BUCKETS)
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 10), st.integers(1, 60))
+def test_last_pieces_are_the_shortest_end_that_fills_the_buckets(
+    sizes: list[int], gpu_buckets: int, bucket_numel: int
+) -> None:
+    order: list[Piece] = [ParameterState(torch.empty(size), row, "p") for row, size in enumerate(sizes)]
+    chosen = last_pieces(order, Placement(gpu_buckets, bucket_numel, None, 1))
+    assert all(one is other for one, other in zip(chosen, reversed(order), strict=False))
+    wanted, elements = gpu_buckets * bucket_numel, sum(one.shape.numel() for one in chosen)
+    assert elements >= min(wanted, sum(sizes))
+    if chosen:
+        assert elements - chosen[-1].shape.numel() < wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_under_way_where_the_placement_is_changed(seed: int) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    device = SimulatedDevice(seed)
+    with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, gpu_buckets=2, num_threads=1) as scheduler:
+        train(model, optimizer, range(2))
+        loss_of(model, 2).backward()
+        scheduler.place(gpu_buckets=1)
+        assert scheduler._pipeline._worker.is_idle
+        assert scheduler._bucketer.rest() == []

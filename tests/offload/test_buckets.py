@@ -1,36 +1,27 @@
-"""Buckets: gradients leave a handle in `.grad` and come out in buckets, in order, once each."""
+"""What the model calls, and what comes of it: each gradient is reported once, and goes into a bucket."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from support.handles import NotingHolder
+from support.overlap import ThreadDevice, adam, batch, loss_of, mlp
+from torch import Tensor, nn
 
+from superadam import OffloadScheduler
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
-from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.offload.buckets import Bucket, Bucketer
+from superadam.offload.hooks import GradientReady, Hooks
 from superadam.state.parameter import ParameterState
-
-
-class Holder(GradientHolder):
-    """Passes on to the bucketer what a scheduler passes on."""
-
-    bucketer: Bucketer
-
-    def _nonfinite_of(self, taken: TakenGradient) -> None:
-        return None
-
-    def _norm_was_asked(self, taken: TakenGradient) -> None: ...
-
-    def _was_given_back(self, taken: TakenGradient) -> None:
-        self.given.append(self.bucketer.forget(taken))
-
-    def __init__(self) -> None:
-        self.given: list[bool] = []
 
 
 class DistantDevice(PlainDevice):
@@ -43,52 +34,30 @@ class DistantDevice(PlainDevice):
 
 
 class Line:
-    """Parameters of given sizes, a bucketer over them, and what came out of it.
+    """Parameters of given sizes, a bucketer over them, and what came out of it."""
 
-    Args:
-        holds: whether buckets stay, as those that wait for the worker do.
-    """
-
-    def __init__(
-        self, sizes: list[int], bucket_numel: int, device: PlainDevice | None = None, *, holds: bool = True
-    ) -> None:
+    def __init__(self, sizes: list[int], bucket_numel: int, device: PlainDevice | None = None) -> None:
         self.sent: list[Bucket] = []
-        self.rows: list[list[int]] = []
-        self.holds = holds
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.states = [ParameterState(p, row, f"p{row}") for row, p in enumerate(self.parameters)]
-        self.holder = Holder()
-        self.bucketer = self.holder.bucketer = Bucketer(device or PlainDevice(), self.holder, bucket_numel)
+        self.bucketer = Bucketer(device or PlainDevice(), NotingHolder(), bucket_numel)
         self.bucketer.take_from(self.states)
 
-    def arrive(self, row: int, value: float = 1.0) -> int:
+    @property
+    def rows(self) -> list[list[int]]:
+        """Of the gradients in each bucket."""
+        return [[piece.state.row for piece in bucket.gradients] for bucket in self.sent]
+
+    def arrive(self, row: int) -> int:
         """Let autograd accumulate a gradient, and return its address."""
         parameter = self.parameters[row]
-        if parameter.grad is None:
-            parameter.grad = torch.full_like(parameter, value, requires_grad=False)
-            address = parameter.grad.untyped_storage()._cdata
-        else:
-            parameter.grad += torch.full_like(parameter, value, requires_grad=False)
-            address = 0
-        self.note(self.bucketer.add(parameter))
+        parameter.grad = torch.full_like(parameter, row, requires_grad=False)
+        address = parameter.grad.untyped_storage()._cdata
+        self.sent += self.bucketer.add(parameter)
         return address
 
-    def note(self, buckets: list[Bucket]) -> None:
-        self.rows += [[piece.state.row for piece in bucket.gradients] for bucket in buckets]
-        if self.holds:
-            self.sent += buckets
-
     def flush(self) -> None:
-        self.note(self.bucketer.rest())
-
-    def is_taken(self, row: int) -> bool:
-        return taken_of(self.parameters[row].grad) is not None
-
-    def end_step(self) -> None:
-        self.flush()
-        self.bucketer.end_step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.sent += self.bucketer.rest()
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 100))
@@ -96,7 +65,7 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     sizes: list[int], bucket_numel: int
 ) -> None:
     line = Line(sizes, bucket_numel)
-    addresses = [line.arrive(row, row) for row in range(len(sizes))]
+    addresses = [line.arrive(row) for row in range(len(sizes))]
     before = len(line.sent)
     line.flush()
     assert [row for rows in line.rows for row in rows] == list(range(len(sizes)))
@@ -109,9 +78,6 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     count = len(line.sent)
     line.flush()
     assert len(line.sent) == count
-
-
-# ---- buckets that stay -----------------------------------------------------------------------------------------------
 
 
 def test_backward_may_run_in_several_threads() -> None:
@@ -144,3 +110,98 @@ def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
         ([0, 1, 2, 3], False),
         ([4, 5], True),
     ]
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Remembers what it heard."""
+
+    def __init__(self) -> None:
+        self.ready: list[Tensor] = []
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.ready.append(parameter)
+
+
+def followed(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> tuple[Recorder, Hooks]:
+    recorder = Recorder()
+    hooks = Hooks(recorder._gradient_ready)
+    hooks.watch(model.parameters() if parameters is None else parameters)
+    return recorder, hooks
+
+
+def run(model: nn.Module) -> None:
+    model(batch(0)).sum().backward()
+
+
+def hooks_of(parameter: Tensor) -> int:
+    return len(parameter._post_accumulate_grad_hooks or {})
+
+
+def test_each_gradient_once_in_the_order_of_backward() -> None:
+    model = mlp()
+    recorder, _ = followed(model)
+    model(model(batch(0))).sum().backward()
+    assert sorted(map(id, recorder.ready)) == sorted(map(id, model.parameters()))
+    assert any(recorder.ready[0] is one for one in model[4].parameters())
+
+
+def test_parameters_are_hooked_once_they_are_trained() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    recorder, hooks = followed(model)
+    run(model)
+    assert len(recorder.ready) == 4
+    model[0].requires_grad_(True)
+    hooks.look_for_unfrozen()
+    run(model)
+    assert len(recorder.ready) == 4 + 6
+    for _ in range(3):
+        hooks.look_for_unfrozen()
+    assert all(hooks_of(parameter) == 1 for parameter in model.parameters())
+    model[2].requires_grad_(False)  # and back: its hook stays
+    hooks.look_for_unfrozen()
+    model[2].requires_grad_(True)
+    hooks.look_for_unfrozen()
+    assert all(hooks_of(parameter) == 1 for parameter in model.parameters())
+    hooks.remove()
+    assert not any(map(hooks_of, model.parameters()))
+
+
+def test_parameters_that_are_no_leaves_are_waited_for() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    product = weight * 2
+    recorder, hooks = followed(nn.Module(), [product])
+    hooks.look_for_unfrozen()
+    product.sum().backward()
+    assert not recorder.ready
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_copies_report_to_nobody(how: Any) -> None:
+    recorder = Recorder()
+    inert = how(how(GradientReady(recorder._gradient_ready)))
+    assert type(inert) is GradientReady
+    inert(nn.Parameter(torch.ones(2)))
+    assert not recorder.ready
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_program_is_told_once_where_no_gradient_can_be_taken(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of CUDA graphs, to whose memory the graph refers; of steps without gradients nothing is said."""
+    model, kept = mlp(), list[Tensor]()
+    optimizer = adam(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: kept.append(one.grad) if keeps else None)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice()) as scheduler:
+        for seed in range(6):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+            assert len(caplog.records) == (keeps and seed >= 2)
+        assert (scheduler.statistics.buckets == 0) == keeps
+    assert all("no gradient of 3 steps could be taken" in record.message for record in caplog.records)

@@ -1,6 +1,8 @@
-"""Programs that flush denormals, or round upward: what torch makes of gradients has those bits under a scheduler, too.
+"""Loops that multiply, unscale and clip gradients by torch, in any floating-point mode: a scheduler changes no bit.
 
-Backward hands over gradients as they are given, so that only the products that follow depend on the mode.
+Torch has the same ones. It has no optimizer for bf16 with fp32 masters, so its loop is the usual one: the gradient as
+its functions left it is widened, and its fused AdamW steps the masters. Backward hands over gradients as they are
+given, so that only the products that follow depend on the mode.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,24 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.float_modes import flushed_denormals, rounded_upward
 from support.optimizers import TorchWithMasters
-from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice
+from support.overlap import DEVICES, ImmediateDevice, ThreadDevice
 from support.visible import Bits, bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.devices import Device
 from superadam.kernels.torch_private import check_and_unscale
 from superadam.offload import accumulation
-from superadam.testing import SimulatedDevice
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.99), "weight_decay": 0.1}  # exp_avg is the gradient
 SIZES = ((64, 2), (192,), (64, 1))
-DEVICES: dict[str, Callable[[int], Device]] = {
-    "immediate": lambda seed: ImmediateDevice(),
-    "thread": lambda seed: ThreadDevice(),
-    "deferred": lambda seed: DeferredDevice(),
-    "simulated": SimulatedDevice,
-}
 MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "usual": nullcontext,
     "flushed": flushed_denormals,
@@ -70,12 +64,11 @@ class _Given(torch.autograd.Function):
 
 
 class Net(nn.ParameterList):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, is_mixed: bool = False) -> None:
         generator = torch.Generator().manual_seed(1)
         super().__init__([nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES])
-
-    def backward(self, gradients: list[Tensor]) -> None:
-        _Given.apply(gradients, *self).backward()
+        if is_mixed:  # torch's clip coefficient is then no number of the others' dtype
+            self[1] = nn.Parameter(self[1].float())
 
 
 @dataclass(frozen=True)
@@ -86,6 +79,8 @@ class Step:
         exponents: the least and the greatest power of two of gradients, above the dtype's smallest normal number.
         product: of `PRODUCTS`, before torch's `clip_grad_norm_` with a limit, unless that is None.
         modes: of `MODES`, in backward, at the product, at reading gradients, and in `step()`.
+        foreach: how torch clips.
+        micro_batches: whose gradients add up.
     """
 
     exponents: tuple[int, int]
@@ -93,16 +88,19 @@ class Step:
     limit: float | None
     modes: tuple[str, str, str, str]
     seed: int
+    foreach: bool | None = None
+    micro_batches: int = 1
 
-    def gradients(self, dtype: torch.dtype) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        low, high = (math.frexp(torch.finfo(dtype).smallest_normal)[1] + one for one in self.exponents)
+    def gradients(self, model: Net, micro: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + micro)
+        low, high = (math.frexp(torch.finfo(model[0].dtype).smallest_normal)[1] + one for one in self.exponents)
 
-        def one(size: tuple[int, ...]) -> Tensor:
+        def one(parameter: Tensor) -> Tensor:
+            size = parameter.shape
             mantissas = torch.randn(size, generator=generator, dtype=torch.float64)
-            return torch.ldexp(mantissas, torch.randint(low, high + 1, size, generator=generator)).to(dtype)
+            return torch.ldexp(mantissas, torch.randint(low, high + 1, size, generator=generator)).to(parameter.dtype)
 
-        return [one(size) for size in SIZES]
+        return [one(parameter) for parameter in model]
 
 
 def steps(modes: Sequence[str]) -> st.SearchStrategy[list[Step]]:
@@ -114,28 +112,32 @@ def steps(modes: Sequence[str]) -> st.SearchStrategy[list[Step]]:
         limit=st.sampled_from([None, None, 2.0**-130, 1e-6, 1e6]),
         modes=st.tuples(one, one, one, one),
         seed=st.integers(0, 2**16),
+        foreach=st.sampled_from([None, False, True]),
+        micro_batches=st.sampled_from([1, 1, 1, 2]),
     )
     return st.lists(step, min_size=2, max_size=5)
 
 
-def run(model: Net, optimizer: Any, program: list[Step], dtype: torch.dtype) -> list[Any]:
+def run(model: Net, optimizer: Any, program: list[Step]) -> list[Any]:
     """Make these steps; return what a program sees of each."""
     seen: list[Any] = []
     for step in program:
         backward, product, read, update = (MODES[mode] for mode in step.modes)
         optimizer.zero_grad()
-        given = step.gradients(dtype)
-        with backward():
-            model.backward(given)
+        for micro in range(step.micro_batches):
+            given = step.gradients(model, micro)
+            with backward():
+                _Given.apply(given, *model).backward()
         with product():
-            PRODUCTS["by a number" if step.product == "unscaled" and dtype == torch.float16 else step.product](
-                [one.grad for one in model if one.grad is not None]
+            is_fp16 = any(one.dtype == torch.float16 for one in model)
+            PRODUCTS["by a number" if step.product == "unscaled" and is_fp16 else step.product](
+                [one.grad for one in model]
             )
             norm = None
             if step.limit is not None:
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), step.limit)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), step.limit, foreach=step.foreach)
         with read():
-            copies = [one.grad.clone() for one in model if one.grad is not None]
+            copies = [one.grad.clone() for one in model]
         with update():
             optimizer.step()
         seen.append(([bits(one) for one in copies], None if norm is None else bits(norm), *map(bits, model)))
@@ -148,18 +150,30 @@ def ended(model: Net, optimizer: SpeculativeCPUAdamW) -> list[tuple[Bits, ...]]:
     return [tuple(bits(e.get(key, one)) for key in ("master", "exp_avg", "exp_avg_sq")) for one, e in pairs]
 
 
-DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
-FLUSHING, ROUNDING = ("usual", "flushed", "flushed"), ("usual", "upward")
-
-
-def check(program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float) -> None:
-    plain, model = Net(dtype), Net(dtype)
+def check(
+    program: list[Step],
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    limit: float,
+    *,
+    is_mixed: bool = False,
+    **where: Any,
+) -> None:
+    plain, model, theirs = (Net(dtype, is_mixed=is_mixed) for _ in range(3))
     by_hand, ours = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=limit, **OPTIONS) for one in (plain, model))
-    expected = run(plain, by_hand, program, dtype)
-    options: dict[str, Any] = {"gpu_buckets": gpu_buckets} if device == "simulated" else {}
-    with OffloadScheduler(ours, model, device=DEVICES[device](seed), bucket_numel=100, **options):
-        assert run(model, ours, program, dtype) == expected
+    expected = run(plain, by_hand, program)
+    if device != "simulated":
+        where.pop("gpu_buckets")
+    with OffloadScheduler(ours, model, device=DEVICES[device](seed), **where):
+        assert run(model, ours, program) == expected
     assert ended(model, ours) == ended(plain, by_hand)
+    if limit == math.inf and platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently
+        torchs = TorchWithMasters(list(theirs), **OPTIONS)
+        usual = [replace(one, modes=(*one.modes[:3], "usual")) for one in program]  # which kernels always have
+        assert run(theirs, torchs, usual) == expected
+        pairs = [(torchs.adam.state[one], one) for one in torchs.masters]
+        assert [(bits(one), bits(e["exp_avg"]), bits(e["exp_avg_sq"])) for e, one in pairs] == ended(plain, by_hand)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -177,41 +191,22 @@ def test_products_are_those_of_the_mode(device: str, dtype: torch.dtype, mode: s
     modes = [("usual", *(mode if 1 << place & number else "usual" for place in range(3))) for number in range(8)]
     kinds = itertools.cycle(["by a number", "by a half", "by a tensor"])
     program = [Step((-12, 3), next(kinds), None, one, number) for number, one in enumerate(modes)]
-    check(program, dtype, device, seed=0, gpu_buckets=1, limit=math.inf)
+    check(program, dtype, device, seed=0, limit=math.inf, bucket_numel=100, gpu_buckets=1)
 
 
 @pytest.mark.slow
 @given(
-    program=st.one_of(steps(FLUSHING), steps(ROUNDING)),
-    dtype=DTYPES,
+    program=st.one_of(steps(("usual", "flushed", "flushed")), steps(("usual", "upward")), steps(("usual",))),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    is_mixed=st.booleans(),
     device=st.sampled_from(sorted(DEVICES)),
     seed=st.integers(0, 2**16),
-    gpu_buckets=st.sampled_from([0, 1]),
-    limit=st.sampled_from([math.inf, 1e-4]),
+    bucket_numel=st.sampled_from([1, 100, 10**6]),
+    gpu_buckets=st.sampled_from([0, 1, 10**6]),
+    limit=st.sampled_from([math.inf, math.inf, 1e-4]),
 )
-def test_products_have_the_mode_of_the_program_under_a_scheduler(
-    program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float
-) -> None:
-    check(program, dtype, device, seed, gpu_buckets, limit)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently")
-@given(program=steps(FLUSHING), dtype=DTYPES, device=st.sampled_from(sorted(DEVICES)), seed=st.integers(0, 2**16))
-def test_bits_are_those_of_torch_with_its_own_products(
-    program: list[Step], dtype: torch.dtype, device: str, seed: int
-) -> None:
-    """Torch's update is made in the usual mode, which kernels always have."""
-    program = [Step(one.exponents, one.product, one.limit, (*one.modes[:3], "usual"), one.seed) for one in program]
-    theirs, model = Net(dtype), Net(dtype)
-    torchs = TorchWithMasters(list(theirs), **OPTIONS)
-    ours = SpeculativeCPUAdamW(model.parameters(), **OPTIONS)
-    expected = run(theirs, torchs, program, dtype)
-    with OffloadScheduler(ours, model, device=DEVICES[device](seed), bucket_numel=100):
-        assert run(model, ours, program, dtype) == expected
-    states = [torchs.adam.state[one] for one in torchs.masters]
-    pairs = zip(torchs.masters, states, strict=True)
-    assert ended(model, ours) == [(bits(one), bits(e["exp_avg"]), bits(e["exp_avg_sq"])) for one, e in pairs]
+def test_a_scheduler_changes_no_bit_of_products_and_torch_has_the_same(**drawn: Any) -> None:
+    check(**drawn)
 
 
 @pytest.mark.parametrize("mode", [flushed_denormals, rounded_upward])
@@ -244,5 +239,5 @@ def test_only_products_in_another_mode_give_gradients_back(recorded: str, judged
     optimizer = SpeculativeCPUAdamW(model.parameters(), **OPTIONS)
     step = Step((-3, 20), "by a half", None, ("usual", recorded, "usual", judged), 0)
     with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=100) as scheduler:
-        run(model, optimizer, [step] * 3, torch.bfloat16)
+        run(model, optimizer, [step] * 3)
         assert scheduler.statistics.given_back_gradients == (0 if recorded == "usual" else 3 * len(SIZES))

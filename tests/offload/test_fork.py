@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.children import exit_code_of_child
-from support.visible import are_taken, give_gradients, parameter, shown, state_bits
+from support.visible import give_gradients, parameter, shown, speculate, state_bits, train
 
 import superadam
 from superadam import SpeculativeCPUAdamW
@@ -28,32 +28,22 @@ def make() -> SpeculativeCPUAdamW:
     return SpeculativeCPUAdamW([parameter(LENGTH, dtype=torch.bfloat16), parameter(LENGTH, seed=1)], max_grad_norm=50.0)
 
 
-def train(optimizer: SpeculativeCPUAdamW, seeds: range) -> None:
+def train_all(optimizer: SpeculativeCPUAdamW, seeds: range) -> None:
     for seed in seeds:
-        give_gradients(optimizer, seed)
-        if seed % 2:
-            optimizer.speculate()
-            assert all(are_taken(optimizer))
-            optimizer.resolve()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
+        train(optimizer, seed, speculative=bool(seed % 2))
 
 
 @pytest.mark.parametrize("phase", ["clean", "speculated", "accepted"])
 def test_child_goes_on_where_its_parent_was(phase: str) -> None:
     optimizer, twin = make(), make()
-    for one in (optimizer, twin):
-        train(one, range(3))
+    train_all(optimizer, range(3))
     if phase != "clean":
-        give_gradients(optimizer, 3)
-        optimizer.speculate()
-        assert all(are_taken(optimizer))
+        speculate(optimizer, 3)
     if phase == "accepted":
         optimizer.resolve()
-    train(twin, range(3, 4))
+    train_all(twin, range(4))
     after_three = shown(twin)
-    train(twin, range(4, 6))
+    train_all(twin, range(4, 6))
     expected = state_bits(twin)
 
     def go_on() -> None:
@@ -63,7 +53,7 @@ def test_child_goes_on_where_its_parent_was(phase: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert shown(optimizer) == after_three
-        train(optimizer, range(4, 6))
+        train_all(optimizer, range(4, 6))
         assert state_bits(optimizer) == expected
 
     assert exit_code_of_child(go_on) == 0

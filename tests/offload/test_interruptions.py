@@ -14,32 +14,28 @@ from typing import Any
 
 import pytest
 import torch
-from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, adam, batch, mlp
+from support.overlap import DEVICES, adam, batch, mlp
 from support.visible import state_bits
 from torch import Tensor
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.optim import adam as adam_module
-from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-INTERRUPTIONS = 1000 if DEEP else 15
+INTERRUPTIONS = 1000 if DEEP else 12
 STEPS = 40
 LATEST_SECONDS = 0.004
 """After the beginning of an iteration, which takes about as long; decides where interruptions fall, and no result."""
 
-SCHEDULED = {
-    "thread": ThreadDevice,
-    "deferred": DeferredDevice,
-    "immediate": ImmediateDevice,
-    "simulated": lambda: SimulatedDevice(5),
-}
 TIMERS = {
     signal.SIGALRM: signal.ITIMER_REAL,
     signal.SIGVTALRM: signal.ITIMER_VIRTUAL,
     signal.SIGPROF: signal.ITIMER_PROF,
 }
+
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 class Interrupted(BaseException):
@@ -82,15 +78,10 @@ def interruptions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interruptions]:
     monkeypatch.setattr(sys, "unraisablehook", bool)  # a signal may meet a finalizer, and another one pytest's hook
     one = Interruptions()
     handle = one.handle
-    before, threads = (
-        {number: signal.signal(number, handle) for number in (signal.SIGINT, *TIMERS)},
-        torch.get_num_threads(),
-    )
-    torch.set_num_threads(1)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, *TIMERS)}
     yield one
     assert all(signal.getsignal(number) is handle for number in before)
     one.stop()
-    torch.set_num_threads(threads)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -104,8 +95,8 @@ class Training:
         options = {"lr": 1e-6, "max_grad_norm": 1e-3} if is_patched else {}
         self.optimizer: SpeculativeCPUAdam = adam(self.model, **options)
         self._schedulers: list[OffloadScheduler] = []
-        if how in SCHEDULED:
-            device = SCHEDULED[how]()
+        if how in DEVICES:
+            device = DEVICES[how](5)
             self._schedulers.append(OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=300))
 
     def loss(self, number: int) -> Tensor:
@@ -164,7 +155,7 @@ class Training:
 @pytest.mark.covering(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", ["plain", *SCHEDULED])
+@pytest.mark.parametrize("how", ["plain", *DEVICES])
 def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, interruptions: Interruptions) -> None:
     plain = Training(dtype, "plain")
     expected = [plain.seen()]
@@ -187,11 +178,21 @@ def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, inter
     training.close()
 
 
-SUPERADAM = os.path.dirname(superadam.__file__), torch.autograd.grad_mode.__file__
+PACKAGE = os.path.dirname(superadam.__file__), torch.autograd.grad_mode.__file__
 
 
-def ctrl_c(work: Callable[[], object], at: int | None) -> int:
-    """Call, and send this process SIGINT before the n-th line of the package; return how many lines were run.
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+def struck(
+    work: Callable[[], object], at: int | None, strike: Callable[[], None], files: tuple[str, ...] = PACKAGE
+) -> int:
+    """Call, and strike before the n-th line of these files; return how many lines were run.
 
     Lines of the worker and of the simulated device are left out, which on real machines other threads run.
     """
@@ -202,18 +203,18 @@ def ctrl_c(work: Callable[[], object], at: int | None) -> int:
         count += event == "line"
         if count == at:
             sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
+            strike()
         return line
 
     def call(frame: FrameType, event: str, argument: object) -> Any:
         outer: FrameType | None = frame
         while outer is not None and not outer.f_code.co_filename.endswith("simulated.py"):
             outer = outer.f_back
-        return line if outer is None and frame.f_code.co_filename.startswith(SUPERADAM[0]) else None
+        return line if outer is None and frame.f_code.co_filename.startswith(files) else None
 
     before = sys.gettrace()
     sys.settrace(call)
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt, Interrupted):
         work()
     sys.settrace(before)
     return count
@@ -232,7 +233,7 @@ def made_plainly(dtype: torch.dtype, made: int, *, is_patched: bool) -> list[Any
     return [after, training.seen()]
 
 
-POINTS = 100 if DEEP else 8
+POINTS = 100 if DEEP else 6
 
 
 @pytest.mark.slow
@@ -257,11 +258,11 @@ def test_ctrl_c_at_any_line_leaves_a_whole_step_or_none(dtype: torch.dtype, phas
         at = None if number < 0 else 1 + number * (lines - 1) // (POINTS - 1)
         looks, again = number % 4 > 1, phase != "backward" and number % 2
         if phase == "backward":
-            lines = max(lines, ctrl_c(lambda training=training: training.backward(4), at))
+            lines = max(lines, struck(lambda training=training: training.backward(4), at, ctrl_c))
             training.optimizer.zero_grad()
         else:
             training.backward(4)
-            lines = max(lines, ctrl_c(training.optimizer.step, at))
+            lines = max(lines, struck(training.optimizer.step, at, ctrl_c))
             assert at or not is_patched or dtype != torch.bfloat16 or training.optimizer.statistics.patched
         if again:
             training.optimizer.step()
@@ -274,35 +275,12 @@ def test_ctrl_c_at_any_line_leaves_a_whole_step_or_none(dtype: torch.dtype, phas
     assert lines > POINTS
 
 
-def interrupted_at(at: int, work: Callable[[], object], folders: tuple[str, ...] = SUPERADAM) -> bool:
-    """Call, and raise at one of the lines that are run of these files; return whether there are so many."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(folders):
-            return None
-        count += 1
-        if count == at + 1:
-            raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    except Interrupted:
-        pass
-    finally:
-        sys.settrace(None)
-    return count > at
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("name", ["rollback", "give back"])
 def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> None:
     """Also after what the exception held is gone."""
-    at, was_there = 0, True
+    at, was_there = 1, True
     while was_there:
         model = mlp(torch.bfloat16)
         optimizer = adam(model)
@@ -311,12 +289,12 @@ def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> 
         handle = next(model.parameters()).grad
         work: Callable[[], object] = optimizer.rollback if name == "rollback" else handle.data_ptr
         with torch.set_grad_enabled(enabled):
-            was_there = interrupted_at(at, work)
+            was_there = struck(work, at, interrupt) == at
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
             del handle, work, model, optimizer
             gc.collect(0)
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
-        at += 1 if DEEP else 3
+        at += 1 if DEEP else 4
     assert at > 20
 
 
@@ -327,8 +305,8 @@ def test_state_loads_after_a_load_that_was_interrupted() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     saved, expected = optimizer.state_dict(), state_bits(optimizer)
-    for at in range(80):
-        is_interrupted = interrupted_at(at, lambda: optimizer.load_state_dict(saved), (adam_module.__file__,))
-        assert is_interrupted or at > 20
+    for at in range(1, 80, 1 if DEEP else 3):
+        lines = struck(lambda: optimizer.load_state_dict(saved), at, interrupt, (adam_module.__file__,))
+        assert lines == at or at > 20
         optimizer.load_state_dict(saved)
         assert state_bits(optimizer) == expected, at

@@ -185,3 +185,57 @@ def test_buffers_are_bounded_by_a_bucket_however_large_a_parameter_is() -> None:
     assert needs_of(parameter, is_on_host=False).largest == parameter.nbytes
     assert needs_of(parameter, is_on_host=False, piece_numel=1 << 24).largest <= 2 << 24
     assert needs_of(parameter.t()[:, ::2], is_on_host=False, piece_numel=1 << 24).largest == parameter.nbytes // 2
+
+
+# ---- what is told of a run that the host cannot hold -----------------------------------------------------------------
+
+BF16, LESS, LEAST = "make the optimizer with moments='bf16'", "moments='bf16' and master='24bit'", "moments='8bit' and"
+LARGE = Placement(gpu_buckets=0, bucket_numel=1 << 20, transfer_dtype=None, num_threads=1)
+
+
+def linear(dtype: torch.dtype, **storage: str) -> tuple[nn.Module, SpeculativeCPUAdam]:
+    model = nn.Linear(512, 2048, bias=False, dtype=dtype)
+    return model, SpeculativeCPUAdam(model.parameters(), **storage)
+
+
+def told(model: nn.Module, optimizer: SpeculativeCPUAdam, excess: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the sentence of a host that has so many bytes too few."""
+    remembering(monkeypatch, needs_of_run(optimizer, Paced(), LARGE).total - excess, 10**13)
+    with pytest.raises(MemoryError) as caught:
+        OffloadScheduler(optimizer, model, device=Paced(), bucket_numel=1 << 20, num_threads=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("excess", "named", "others"),
+    [
+        (1, [BF16, LESS, LEAST], []),
+        (5 << 20, [LESS, LEAST], [BF16]),  # bytes, of 1 Mi parameters
+        (6 << 20, [LEAST], [BF16, LESS]),
+        (9 << 20, [], [BF16, LESS, LEAST]),
+    ],
+)
+def test_only_formats_of_state_that_suffice_are_named(excess, named, others, monkeypatch):
+    sentence = told(*linear(torch.bfloat16), excess, monkeypatch)
+    assert all(words in sentence for words in named)
+    assert not any(words in sentence for words in [*others, "transfer_dtype"])
+    assert "allow this process more memory, train fewer parameters" in sentence
+
+
+def test_a_narrower_link_is_named_where_gradients_are_wide(monkeypatch):
+    assert "transfer_dtype=torch.bfloat16" in told(*linear(torch.float32), 1, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "storage"),
+    [(BF16, {"moments": "bf16"}), (f"with {LESS}", {"moments": "bf16", "master": "24bit"})],
+)
+def test_the_bytes_of_a_remedy_are_those_of_a_run_with_its_arguments(words, storage):
+    (_, plain), (_, smaller) = linear(torch.bfloat16), linear(torch.bfloat16, **storage)
+    changes = needs_of_run(plain, PlainDevice(), LARGE).changes()
+    assert changes[words] == needs_of_run(smaller, PlainDevice(), LARGE).total
+
+
+def test_the_smallest_state_has_no_smaller_one():
+    _, optimizer = linear(torch.bfloat16, moments="8bit", master="24bit")
+    assert not needs_of_run(optimizer, PlainDevice(), LARGE).changes()

@@ -25,7 +25,7 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-STEPS = 5
+STEPS = 4
 PIECES = {"embedding.weight": 4, "transposed": 2, "image": 3}
 """Of parameters, where buckets are shorter than a chunk; all others are one."""
 
@@ -51,33 +51,34 @@ class Text(nn.Module):
         return 9.0 * (self.last(torch.cat([seen, read], 1)).float() - 1).square().mean()
 
 
-BeforeStep = Callable[[Text, SpeculativeCPUAdam, int], object]
-
-
-def nothing(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None: ...
+Change = Callable[[nn.Module, SpeculativeCPUAdam, int], object]
 
 
 def train(
-    before_step: BeforeStep = nothing,
+    change: Change | None = None,
     dtype: torch.dtype = torch.bfloat16,
     limit: float | None = None,
     storage: tuple[tuple[str, str], ...] = (),
+    hook: Callable[[Tensor], None] | None = None,
     **options: Any,
 ) -> tuple[list[Any], SpeculativeCPUAdam, OffloadScheduler | None]:
-    """Make steps; return outcomes and bits, the optimizer, and its scheduler where there are options for one."""
+    """Make steps, each after a change; return outcomes and bits, the optimizer, and its scheduler if it has options."""
     model = Text(dtype)
     optimizer = adam(model, lr=0.02, max_grad_norm=limit, **dict(storage))
+    for parameter in model.parameters() if hook is not None else ():
+        parameter.register_post_accumulate_grad_hook(hook)
     scheduler = OffloadScheduler(optimizer, model, **options) if options else None
     seen: list[Any] = []
     for step in range(STEPS):
         optimizer.zero_grad()
         model(step).backward()
-        value = before_step(model, optimizer, step)
+        if change is not None:
+            change(model, optimizer, step)
         try:
             optimizer.step()
         except (WorkerError, torch.OutOfMemoryError):  # nothing was changed
             optimizer.step()
-        seen += [optimizer.last_outcome, value]
+        seen.append(optimizer.last_outcome)
         assert all(parameter.grad is not None for parameter in model.parameters())
     seen.append(state_bits(optimizer, without=["master"] if dtype in (torch.float32, torch.float64) else []))
     if scheduler is not None:
@@ -86,13 +87,8 @@ def train(
 
 
 @functools.cache
-def expected(
-    before_step: BeforeStep = nothing,
-    dtype: torch.dtype = torch.bfloat16,
-    limit: float | None = None,
-    storage: tuple[tuple[str, str], ...] = (),
-) -> Any:
-    return train(before_step, dtype, limit, storage)[0]
+def expected(change: Change | None = None, **options: Any) -> Any:
+    return train(change, **options)[0]
 
 
 def pieces_of_each(scheduler: OffloadScheduler, model: nn.Module) -> dict[str, int]:
@@ -130,62 +126,38 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
 # ---- the bits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("limit", [None, 60.0])
-@pytest.mark.parametrize(
-    ("dtype", "storage"),
-    [
-        (torch.bfloat16, ()),
-        (torch.float32, ()),
-        (torch.float64, ()),
-        (torch.bfloat16, (("moments", "8bit"),)),
-        (torch.bfloat16, (("moments", "bf16"), ("master", "24bit"))),
-    ],
-    ids=str,
-)
-def test_cut_parameters_train_to_the_same_bits(dtype, storage, limit):
-    theirs = expected(dtype=dtype, limit=limit, storage=storage)
-    kinds = {outcome.kind for outcome in theirs[:-1:2]}
-    assert kinds == ({StepKind.COMMITTED} if limit is None else {StepKind.COMMITTED, StepKind.CLIPPED})
-    devices: list[tuple[Device, int, int]] = [
-        (SimulatedDevice(0), 1, 0),
-        (SimulatedDevice(1), 1, 2),
-        (SimulatedDevice(2), 2 * CHUNK, 1),
-        (SimulatedDevice(3), CHUNK, 10**6),
-        (ThreadDevice(), 1, 0),
-    ]
-    for device, bucket_numel, gpu_buckets in devices:
-        ours, optimizer, scheduler = train(
-            dtype=dtype,
-            limit=limit,
-            storage=storage,
-            bucket_numel=bucket_numel,
-            gpu_buckets=gpu_buckets,
-            num_threads=1,
-            device=device,
-        )
+KINDS: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float32, "limit": 60.0},
+    {"dtype": torch.float64},
+    {"dtype": torch.bfloat16, "storage": (("moments", "8bit"),), "limit": 60.0},
+    {"dtype": torch.bfloat16, "storage": (("moments", "bf16"), ("master", "24bit"))},
+]
+PLACES: list[tuple[Callable[[], Device], int, int]] = [
+    (lambda: SimulatedDevice(0), 1, 0),
+    (lambda: SimulatedDevice(1), 1, 2),
+    (lambda: SimulatedDevice(2), 2 * CHUNK, 1),
+    (lambda: SimulatedDevice(3), CHUNK, 10**6),
+    (ThreadDevice, 1, 0),
+]
+"""Device, and elements of a bucket and how many of them stay."""
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_cut_parameters_train_to_the_same_bits(number: int) -> None:
+    """Each kind in some places, all if `DEEP`; programs are drawn in all in test_programs_random.py."""
+    kind = KINDS[number]
+    theirs = expected(**kind)
+    kinds = {StepKind.COMMITTED, StepKind.CLIPPED} if "limit" in kind else {StepKind.COMMITTED}
+    assert {outcome.kind for outcome in theirs[:-1]} == kinds
+    for device, bucket_numel, gpu_buckets in PLACES if DEEP else (PLACES * 2)[number : number + 5 : 2]:
+        options = {"bucket_numel": bucket_numel, "gpu_buckets": gpu_buckets, "num_threads": 1, "device": device()}
+        ours, optimizer, scheduler = train(**kind, **options)
         assert ours == theirs, (bucket_numel, gpu_buckets)
         assert (scheduler.statistics.resident_buckets > 0) is (gpu_buckets > 0)
-        if limit is None and not gpu_buckets and dtype is torch.bfloat16:
-            assert optimizer.statistics.accepted == (STEPS - 1) * 6  # parameters, whatever they were cut into
+        if "limit" not in kind and kind["dtype"] is torch.bfloat16:  # also of a parameter of which a part is resident
+            assert gpu_buckets or optimizer.statistics.accepted == (STEPS - 1) * 6  # parameters, however they are cut
             assert optimizer.statistics.respeculated == 0
-
-
-def test_part_of_a_parameter_is_resident_while_the_rest_is_speculated_on() -> None:
-    """In the same step; and both parts are published, neither is redone."""
-    phases: list[set[tuple[Phase, bool]]] = []
-
-    def look(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-        transaction = optimizer._binding._transaction
-        if transaction is not None:
-            optimizer._binding._catch_up()
-            (state,) = [one for one in transaction.table.states if one.parameter is model.embedding.weight]
-            phases.append({(one.phase, one.pending is not None and one.pending.is_resident) for one in state.pieces})
-
-    ours, optimizer, _ = train(look, bucket_numel=CHUNK, gpu_buckets=2, device=SimulatedDevice(5))
-    assert ours == expected()
-    assert phases[-1] == {(Phase.SPECULATED, False), (Phase.SPECULATED, True)}
-    assert optimizer.statistics.respeculated == 0
 
 
 # ---- what happens to some pieces -------------------------------------------------------------------------------------
@@ -233,33 +205,26 @@ def written(model: nn.Module, optimizer: SpeculativeCPUAdam, step: int) -> None:
 
 @pytest.mark.parametrize("kept", [0, 100])
 @pytest.mark.parametrize("change", [spread_out, written])
-def test_a_cut_parameter_may_be_moved_and_written_to_wherever_its_state_is(change: BeforeStep, kept: int) -> None:
+def test_a_cut_parameter_may_be_moved_and_written_to_wherever_its_state_is(change: Change, kept: int) -> None:
     seen, _, scheduler = train(change, bucket_numel=CHUNK, gpu_buckets=kept, device=SimulatedDevice(3))
     assert seen == expected(change)
-    assert scheduler is not None
     assert (scheduler.statistics.resident_buckets > 0) is (kept > 0)
 
 
-def test_gradients_in_another_order_of_memory_are_cut_in_the_parameters() -> None:
-    def turn(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+def turned(parameter: Tensor) -> None:
+    """Let a gradient lie in another order of memory."""
+    if parameter.ndim == 2 and parameter.grad is not None:
         rows, columns = parameter.shape
         strides = (1, rows) if parameter.is_contiguous() else (columns, 1)
-        turned = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype)
-        parameter.grad = turned.copy_(parameter.grad)
+        memory = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype)
+        parameter.grad = memory.copy_(parameter.grad)
 
-    model = Text()
-    optimizer = adam(model, lr=0.02, max_grad_norm=None)
-    for parameter in (model.embedding.weight, model.transposed):
-        parameter.register_post_accumulate_grad_hook(turn)
-    with OffloadScheduler(optimizer, model, bucket_numel=1, device=SimulatedDevice(4)) as scheduler:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model(step).backward()
-            optimizer.step()
-        assert optimizer.statistics.accepted == 6 * (STEPS - 1)
-        assert scheduler.statistics.given_back_gradients == 0
-    assert state_bits(optimizer) == expected()[-1]
+
+def test_gradients_in_another_order_of_memory_are_cut_in_the_parameters() -> None:
+    seen, optimizer, scheduler = train(hook=turned, bucket_numel=1, device=SimulatedDevice(4))
+    assert seen == expected()
+    assert optimizer.statistics.accepted == 6 * (STEPS - 1)
+    assert scheduler.statistics.given_back_gradients == 0
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -281,12 +246,15 @@ class Failing(SimulatedDevice):
         setattr(self, method, call)
 
 
+WORKING = SimulatedDevice(0)
+
+
 @pytest.mark.parametrize("link", ["auto", torch.float16], ids=str)
 @pytest.mark.parametrize("method", ["pack", "host_empty"])
 def test_a_piece_without_memory_is_left_to_the_step(method: str, link: torch.dtype | str) -> None:
     """Also where gradients are rounded on their way: what does not travel is rounded alike."""
     options = {"dtype": torch.float32, "transfer_dtype": link, "limit": 60.0, "bucket_numel": CHUNK}
-    theirs, _, _ = train(**options, device=SimulatedDevice(0))
+    theirs = expected(**options, device=WORKING)
     for number in range(14, 26) if DEEP else (14, 19, 25):  # in the second step
         ours, _, _ = train(**options, device=Failing(method, number))
         assert ours == theirs, number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import re
@@ -11,7 +10,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -53,23 +53,6 @@ def recipe(name: str) -> ModuleType:
     return module
 
 
-class NoScheduler:
-    """Stands where a recipe opens a scheduler, and does nothing."""
-
-    def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        self.optimizer = optimizer
-
-    def accumulate(self) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def trained(name: str, device: Callable[[], Device] | None) -> tuple[Any, list[OffloadScheduler]]:
     """Train as a recipe does; return what it returns as bits, and its schedulers."""
     module: Any = recipe(name)
@@ -77,7 +60,7 @@ def trained(name: str, device: Callable[[], Device] | None) -> tuple[Any, list[O
 
     def open_scheduler(optimizer: Any, model: nn.Module) -> Any:
         if device is None:
-            return NoScheduler(optimizer, model)
+            return MagicMock(optimizer=optimizer)  # does nothing
         opened.append(OffloadScheduler(optimizer, model, device=device(), bucket_numel=100))
         return opened[-1]
 

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Any
-
 import pytest
-import torch
-from support.overlap import ImmediateDevice, adam, eager, loss_of, mlp
-from support.visible import shown, state_bits
+from support.overlap import loss_of, mlp
+from support.programs import OTHERS, Program, Run, Setting, differences, in_settings
 
-from superadam import SpeculativeCPUAdam
-from superadam.devices import Device
-from superadam.testing import SimulatedDevice
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def trained(dtype: torch.dtype, devices: list[Device], *, is_alternating: bool) -> tuple[list[Any], int]:
-    """Return what is visible after steps of two optimizers, and how many buckets were taken."""
-    model = mlp(dtype)
-    optimizers = [adam(model), SpeculativeCPUAdam(list(model.parameters())[2:], lr=0.02, max_grad_norm=5.0)]
-    own = ["master"] if dtype == torch.float32 else []  # which has masters on the simulated device only
-    seen: list[Any] = []
-    with ExitStack() as stack:
-        schedulers = [
-            stack.enter_context(eager(optimizer, model, device=device))
-            for optimizer, device in zip(optimizers, devices, strict=False)
-        ]
+def together(run: Run, *, is_alternating: bool = False) -> None:
+    model = mlp(run.dtype)
+    every, some = list(model.parameters()), list(model.parameters())[2:]
+    optimizers = [run.adamw(every, lr=0.05), run.adamw(some, lr=0.02)]
+    with run.overlap(optimizers[0], model) as first, run.overlap(optimizers[1], model) as second:
         for seed in range(12):
             loss_of(model, seed).backward()
             for optimizer in optimizers[seed % 2 :][:1] if is_alternating else optimizers:
                 optimizer.step()
             model.zero_grad()
-            seen.append([state_bits(one, without=own) for one in optimizers] if seed % 4 == 3 else shown(optimizers[0]))
-    return seen, sum(scheduler.statistics.buckets for scheduler in schedulers)
+            run.see(parameters=every)
+        assert first is None or first.statistics.buckets + second.statistics.buckets > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_alternating", [False, True])
-@pytest.mark.parametrize("device", [ImmediateDevice, lambda: SimulatedDevice(3)], ids=["host", "simulated"])
-def test_two_optimizers_with_schedulers_over_the_same_parameters(dtype, is_alternating, device):
-    plain, _ = trained(dtype, [], is_alternating=is_alternating)
-    overlapped, taken = trained(dtype, [device(), device()], is_alternating=is_alternating)
-    assert overlapped == plain
-    assert taken > 0
+def alternating(run: Run) -> None:
+    together(run, is_alternating=True)
+
+
+FP32 = [one for one in OTHERS if one.name == "fp32-simulated"]
+
+
+@in_settings([Program("together", together, settings=FP32), Program("alternating", alternating, limit=20.0)])
+def test_two_optimizers_with_schedulers_over_the_same_parameters(program: Program, settings: list[Setting]) -> None:
+    assert differences(program, settings) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -85,38 +86,47 @@ class CountingDevice(SimulatedDevice):
         return packed
 
 
-def trained(device: SimulatedDevice | None, **options: Any) -> tuple[Any, list[int]]:
+STEPS = 7
+
+
+def trained(device: CountingDevice | None) -> tuple[Any, list[int]]:
     """Return the bits after some steps, two of them clipped and one skipped, and the most bytes packed in each."""
     model = mlp(torch.bfloat16, layers=24)
     optimizer = adam(model, max_grad_norm=0.4)
     most: list[int] = []
-
-    def train(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
-        for seed in range(8):
+    with opened(optimizer, model, device) if device is not None else nullcontext() as scheduler:
+        for seed in range(STEPS):
             factor = {3: 100.0, 4: torch.inf, 5: 100.0}.get(seed, 0.01)
             optimizer.zero_grad()
             (model(batch(seed, torch.bfloat16)).float().square().mean() * factor).backward()
             optimizer.step()
-            if isinstance(device, CountingDevice):
+            if device is not None:
                 most.append(device.most)
                 device.most, device.accelerator.eagerness = 0, 0.0
-
-    if device is None:
-        train(optimizer, model)
-    else:
-        with OffloadScheduler(
-            optimizer, model, device=device, bucket_numel=BUCKET, gpu_buckets=0, **options
-        ) as scheduler:
-            train(optimizer, model)
-        assert scheduler.statistics.buckets == 8 * 8  # none was left to step()
+        if scheduler is not None:
+            assert scheduler.statistics.buckets == 8 * STEPS  # none was left to step()
     assert optimizer.statistics.clipped == 2
     assert optimizer.statistics.skipped == 1
     return everything(model, optimizer), most
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_packed_gradients_do_not_pile_up_where_memory_is_short(seed: int) -> None:
-    expected, _ = trained(None)
+def opened(optimizer: SpeculativeCPUAdam, model: nn.Module, device: CountingDevice) -> OffloadScheduler:
+    return OffloadScheduler(optimizer, model, device=device, bucket_numel=BUCKET, gpu_buckets=0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return trained(None)[0]
+
+
+@pytest.fixture(scope="module")
+def roomy() -> list[int]:
+    """Return what is packed where there is memory for all."""
+    return trained(CountingDevice(0, None))[1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_packed_gradients_do_not_pile_up_where_memory_is_short(seed, expected):
     bits, roomy = trained(CountingDevice(seed, None))
     assert bits == expected
     assert min(roomy[1:3]) > BOUND  # the host does run ahead, and values stay there
@@ -125,35 +135,27 @@ def test_packed_gradients_do_not_pile_up_where_memory_is_short(seed: int) -> Non
     assert max(short[1:]) <= BOUND
 
 
-def test_memory_that_holds_a_step_is_not_short() -> None:
-    _, roomy = trained(CountingDevice(0, None))
-    bits, most = trained(CountingDevice(0, 1 << 20))
-    assert most == roomy
-    assert bits == trained(None)[0]
-
-
-def test_bucket_that_finds_no_memory_is_packed_once_others_have_left() -> None:
+def test_bucket_that_finds_no_memory_is_packed_once_others_have_left(expected):
     """In a first step, whose gradients leave no new values in their place; from then on memory is short."""
     device = CountingDevice(0, None, limit=2 * LARGEST)
     device.accelerator.eagerness = 0.0  # from the first step on
     bits, most = trained(device)
-    assert bits == trained(None)[0]
+    assert bits == expected
     assert device.refused > 0
     assert max(most) <= 2 * LARGEST
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 1.0])
-def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_first(share: float) -> None:
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 0), (0.75, 6), (1.0, 48)])
+def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_first(share, count, expected, roomy):
     """The step waits for those of the last buckets; the others are read from the host when it publishes."""
-    _, roomy = trained(CountingDevice(0, None))
     device = CountingDevice(0, int(share * max(roomy)))
     bits, most = trained(device)
-    assert bits == trained(None)[0]
-    assert max(most[1:]) <= (BOUND if share < 1.0 else max(roomy))
+    assert bits == expected
+    assert most == roomy if share == 1.0 else max(most[1:]) <= BOUND
 
     model, device = mlp(torch.bfloat16, layers=24), CountingDevice(0, device.free)
     optimizer = adam(model, max_grad_norm=0.4)
-    with OffloadScheduler(optimizer, model, device=device, bucket_numel=BUCKET, gpu_buckets=0) as scheduler:
+    with opened(optimizer, model, device) as scheduler:
         for seed in range(4):
             optimizer.step()
             optimizer.zero_grad()
@@ -162,5 +164,4 @@ def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_
         scheduler._catch_up()
         states = scheduler._transaction.table.states
         sent = [state.pending.slot.shadow.is_sent for state in states if state.pending.slot]
-    count = {0.0: 0, 0.5: 0, 0.75: 6, 1.0: 48}[share]
     assert sent == [True] * count + [False] * (48 - count)

@@ -1,34 +1,29 @@
-"""What a scheduler counts adds up: every speculation has one fate, bytes are those that moved, times are sane."""
+"""What a scheduler counts adds up, and its trace is a file that Chrome and Perfetto read, whole or not there."""
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.overlap import (
-    DeferredDevice,
-    ImmediateDevice,
-    ThreadDevice,
-    adam,
-    batch,
-    eager,
-    loss_of,
-    mlp,
-    train,
-)
+from support.overlap import DEVICES, DeferredDevice, ThreadDevice, adam, batch, eager, loss_of, mlp, train
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
+from superadam.offload import trace
 from superadam.offload.statistics import OverlapStatistics
+from superadam.offload.trace import TRACKS, Trace
 from superadam.state.parameter import ParameterState
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
@@ -50,19 +45,6 @@ def test_hidden_share_is_that_of_all_work(worker: float, waited: float, hooks: f
 
 
 # ---- of real schedulers ----------------------------------------------------------------------------------------------
-
-DEVICES = [
-    ImmediateDevice,
-    ThreadDevice,
-    pytest.param(lambda: SimulatedDevice(3, 0.0), id="lazy device"),
-    pytest.param(lambda: SimulatedDevice(4, 0.7), id="hasty device"),
-]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Device:
-    one: Device = request.param()
-    return one
 
 
 def check(scheduler: OffloadScheduler) -> None:
@@ -138,20 +120,20 @@ def counted_speculation() -> Iterator[list[int]]:
 @settings(max_examples=settings().max_examples // 2)
 @given(
     events=st.lists(st.sampled_from(EVENTS), min_size=2, max_size=12),
-    device=st.sampled_from([ImmediateDevice, ThreadDevice, DeferredDevice, lambda: SimulatedDevice(5, 0.4)]),
+    device=st.sampled_from(sorted(DEVICES)),
     bucket_numel=st.sampled_from([1, 100, 10**6]),
     limit=st.sampled_from([1e-3, 20.0]),
     lr=st.sampled_from([1e-5, 1e-2]),
 )
 def test_every_speculation_ends_in_one_way(
-    events: list[str], device: Callable[[], Device], bucket_numel: int, limit: float, lr: float
+    events: list[str], device: str, bucket_numel: int, limit: float, lr: float
 ) -> None:
     """It is accepted, respeculated or dropped; no parameter is cut here."""
     model = mlp(torch.bfloat16)
     optimizer = adam(model, lr=lr)
     with (
         counted_speculation() as begun,
-        eager(optimizer, model, device=device(), bucket_numel=max(bucket_numel, 64)) as scheduler,
+        eager(optimizer, model, device=DEVICES[device](5), bucket_numel=max(bucket_numel, 64)) as scheduler,
     ):
         for event in events:
             one_step(event, model, optimizer, scheduler)
@@ -159,7 +141,7 @@ def test_every_speculation_ends_in_one_way(
             optimizer.zero_grad()
             loss_of(model, 3).backward()
             pipeline = scheduler._pipeline
-            while pipeline is not None and isinstance(scheduler._device, ImmediateDevice) and pipeline._idle():
+            while pipeline is not None and device == "immediate" and pipeline._idle():
                 pass
             optimizer.step()
             check(scheduler)
@@ -244,3 +226,85 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
         assert up <= moved[1] <= flat_bytes(parameters) + up + patches
         optimizer.max_grad_norm = math.inf
         assert step(5, math.nan)[0] == down
+
+
+# ---- the trace -------------------------------------------------------------------------------------------------------
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    content = json.loads(path.read_text(), parse_constant=refuse)
+    events: list[dict[str, Any]] = content["traceEvents"]
+    return events
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(), st.sampled_from(TRACKS), st.floats(0, 1e6), st.floats(0, 1e3), st.floats()), max_size=6
+    )
+)
+def test_spans_are_complete_with_times_in_microseconds_from_the_first_and_any_value_is_json(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[str, str, float, float, float]]
+) -> None:
+    one = Trace()
+    for name, track, begin, length, value in drawn:
+        one.add(name, track, begin, begin + length, value=value)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    one.write(path)
+    events = events_of(path)
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(tracks.values()) == list(TRACKS)
+    spans = [event for event in events if event["ph"] == "X"]
+    first = min((begin for _, _, begin, _, _ in drawn), default=0.0)
+    for span, (name, track, begin, length, value) in zip(spans, drawn, strict=True):
+        times = {"ts": (begin - first) * 1e6, "dur": ((begin + length) - begin) * 1e6}
+        args = {"value": value if math.isfinite(value) else str(value)}
+        assert span.items() >= {"name": name, **times, "args": args}.items()
+        assert tracks[span["tid"]] == track
+        assert "pid" in span
+
+
+def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "SPANS_KEPT", 3)
+    one = Trace()
+    for i in range(5):
+        one.add(str(i), "worker", i, i + 1)
+    assert [span.name for span in one.spans] == ["2", "3", "4"]
+
+
+def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("the old one")
+    one = Trace()
+    one.add("work", "worker", 0.0, 1.0, thing=object())
+    with pytest.raises(TypeError):
+        one.write(path)
+    assert path.read_text() == "the old one"
+
+    def fill_the_disk(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "write_text", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            Trace().write(path)
+    assert path.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [path]
+    Trace().write(path)
+    assert [event["ph"] for event in events_of(path)] == ["M"] * len(TRACKS)
+
+
+def test_a_profiler_shows_the_parts_of_the_optimizer() -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=1.0)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice()):
+        train(model, optimizer, range(2))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            train(model, optimizer, range(2, 4))
+            optimizer.state_dict()
+    names = {event.name for event in profiler.events()}
+    assert {"superadam: step", "superadam: commit"} <= names

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superadam.devices import Device, Event, PlainDevice, Stream
+from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -22,7 +22,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.state.new_values import Patch
-from superadam.state.parameter import ParameterState, Slot
+from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice
 from superadam.testing.accelerator import SimulatedEvent
 
@@ -39,133 +39,26 @@ def finish(device: SimulatedDevice) -> None:
         device.record(stream).synchronize()
 
 
-def states_of(*tensors: Tensor, device: Device | None = None) -> list[ParameterState]:
-    return [
-        ParameterState(nn.Parameter(t), row, f"p{row}", is_on_host=None if device is None else device.is_host(t))
-        for row, t in enumerate(tensors)
-    ]
+def states_of(*tensors: Tensor) -> list[ParameterState]:
+    return [ParameterState(nn.Parameter(one), row, f"p{row}", is_on_host=False) for row, one in enumerate(tensors)]
 
 
-def transfers_of(device: Device, transfer_dtype: torch.dtype | None = None) -> tuple[Transfers, OverlapStatistics]:
-    statistics = OverlapStatistics()
-    return Transfers(device, statistics, Trace(), transfer_dtype), statistics
-
-
-def download(
-    transfers: Transfers, states: list[ParameterState], gradients: list[Tensor], **options: Any
-) -> tuple[list[Tensor], Event]:
-    """Return the gradients on the host, and the event after which they are there."""
-    taken = [TakenGradient(gradient) for gradient in gradients]
-    records, arrived = transfers.download(dict(zip(states, taken, strict=True)), HYPER, set(), **options)
-    assert all(one.slot is None for one in records.values())
-    assert all(one.in_use for one in taken)
-    return [one.pending for one in taken], arrived
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture(params=[PlainDevice, lazy, lambda: SimulatedDevice(7, 0.9)], ids=["plain", "lazy", "hasty"])
-def device(request: pytest.FixtureRequest) -> Device:
-    one: Device = request.param()
-    return one
+def transfers_of(device: Device) -> Transfers:
+    return Transfers(device, OverlapStatistics(), Trace(), None)
 
 
 def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
     """A step that is dropped, because the worker failed, drops gradients that are still on their way."""
     device = lazy()
-    transfers, _ = transfers_of(device)
-    hosts, arrived = download(transfers, states_of(random(5), device=device), [random(5)])
-    address, numel = hosts[0].data_ptr(), len(hosts[0].untyped_storage()) // 4
-    del hosts, arrived
+    transfers = transfers_of(device)
+    taken = {one: TakenGradient(torch.ones(5)) for one in states_of(torch.ones(5))}
+    records, arrived = transfers.download(taken, HYPER, set())
+    (host,) = [one.pending for one in taken.values()]
+    address, numel = host.data_ptr(), len(host.untyped_storage()) // 4
+    del taken, records, host, arrived
     assert device.host_empty(numel, torch.float32).data_ptr() != address
     finish(device)
     assert device.host_empty(numel, torch.float32).data_ptr() == address
-
-
-# ---- new values ------------------------------------------------------------------------------------------------------
-
-
-def speculated(
-    transfers: Transfers, states: list[ParameterState], taken: list[TakenGradient], *only: ParameterState
-) -> tuple[dict[ParameterState, Slot], Event]:
-    """Bring gradients down; return the slots of all new values, or of some."""
-    chosen = {*(only or states)}
-    records, arrived = transfers.download(dict(zip(states, taken, strict=True)), HYPER, chosen)
-    return {state: records[state].slot for state in chosen}, arrived
-
-
-def sent(
-    transfers: Transfers, states: list[ParameterState], gradients: list[Tensor], values: list[Tensor]
-) -> tuple[list[Any], list[TakenGradient]]:
-    """Bring gradients down, and send new values up as a worker does."""
-    taken = [TakenGradient(gradient) for gradient in gradients]
-    places, arrived = speculated(transfers, states, taken)
-    arrived.synchronize()
-    for state, value in zip(states, values, strict=True):
-        target = places[state].value
-        assert (target.dtype, target.stride()) == (state.parameter_dtype, state.strides)
-        target.copy_(value)
-    for shadow in {id(place.shadow): place.shadow for place in places.values()}.values():
-        shadow.send()
-    return [places[state] for state in states], taken
-
-
-def every_kind(device: Device) -> tuple[list[ParameterState], list[Tensor], list[Tensor]]:
-    """Return states of all dtypes and layouts, gradients and new values."""
-    states = states_of(
-        random(5, 7),
-        random(6, 4, dtype=torch.bfloat16).t(),
-        random(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
-        random(8, 6)[:, ::2],
-        random(dtype=torch.float16),
-        random(9, dtype=torch.bfloat16),
-        random(0, 2),
-        random(9, dtype=torch.float64),
-        device=device,
-    )
-    gradients = [random(*state.shape, dtype=state.parameter_dtype, seed=7) for state in states]
-    return states, gradients, [random(*state.shape, dtype=state.parameter_dtype, seed=5) for state in states]
-
-
-@pytest.mark.parametrize("by", ["worker", "step"])
-@pytest.mark.parametrize("link", [None, torch.float32, torch.float16], ids=str)
-def test_values_of_all_dtypes_and_layouts_reach_their_parameters(device, link, by):
-    """When they are published, and not before; where the gradient is narrower, in memory of their own."""
-    states, gradients, values = every_kind(device)
-    before = [state.parameter.detach().clone() for state in states]
-    versions = [state.parameter._version for state in states]
-    transfers, statistics = transfers_of(device, link)
-    if by == "worker":
-        places, _ = sent(transfers, states, gradients, values)
-    else:
-        places = transfers.shadows(states)
-        for place, value in zip(places, values, strict=True):
-            place.value.copy_(value)
-    if isinstance(device, SimulatedDevice):
-        finish(device)
-    assert all(map(torch.equal, before, (state.parameter for state in states)))
-    transfers.publish(states, places)
-    for state, value in zip(states, values, strict=True):
-        assert torch.equal(state.parameter, value)
-    assert [state.parameter._version for state in states] == versions
-    by_dtype = [[s for s in states if s.parameter_dtype == dtype] for dtype in {s.parameter_dtype for s in states}]
-    expected = sum(FlatLayout(group).numel * group[0].parameter_dtype.itemsize for group in by_dtype)
-    assert statistics.uploaded_bytes == (expected if device.has_link else 0)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_values_come_up_after_gradients_have_gone_down(seed: int) -> None:
-    """They share memory."""
-    device = SimulatedDevice(seed, 0.5)
-    states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
-    places, (taken,) = sent(transfers, states, [random(4)], [torch.ones(4)])
-    finish(device)
-    assert torch.equal(taken.pending, random(4))
-    transfers.publish(states, places)
-    assert torch.equal(states[0].parameter, torch.ones(4))
 
 
 class WatchingDevice(SimulatedDevice):
@@ -191,8 +84,8 @@ class WatchingDevice(SimulatedDevice):
 def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
     """The allocator hands out what the model's stream has still to finish with."""
     device = WatchingDevice()
-    (state,) = states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
+    (state,) = states = states_of(torch.zeros(4))
+    transfers = transfers_of(device)
     places = transfers.shadows(states)
     places[0].value.fill_(1.0)
     device._stream(Stream.CURRENT).enqueue(bool)  # the model's
@@ -204,8 +97,8 @@ def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
 
 def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     device = WatchingDevice()
-    states = states_of(torch.zeros(4, dtype=torch.bfloat16), device=device)
-    transfers, _ = transfers_of(device)
+    states = states_of(torch.zeros(4, dtype=torch.bfloat16))
+    transfers = transfers_of(device)
     layout = FlatLayout(states)
     memory = device.empty(layout.numel, torch.bfloat16, Stream.UPLOAD)
     shadow = transfers.shadow(layout, memory)
@@ -225,8 +118,8 @@ def test_parts_of_a_step_do_not_pile_up() -> None:
     """Each takes host memory until it has travelled, and two were reserved."""
     device = SimulatedDevice(0, 0.0)
     device.scatter = lambda sources, targets: None  # nor does it wait
-    states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
+    states = states_of(torch.zeros(4))
+    transfers = transfers_of(device)
     stage = transfers.stage([states] * 5)
     for part, places in enumerate(stage):
         places[0].value.fill_(1.0)
@@ -245,35 +138,20 @@ def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:
             raise MemoryError
 
     device = Full(0)
-    states = states_of(random(5), random(5, dtype=torch.bfloat16), device=device)
-    transfers, _ = transfers_of(device)
+    states = states_of(torch.ones(5), torch.ones(5, dtype=torch.bfloat16))
+    transfers = transfers_of(device)
     for chosen in (set(), {states[0]}, {*states}):
         with pytest.raises(MemoryError):
-            transfers.download({s: TakenGradient(random(5, dtype=s.dtype)) for s in states}, HYPER, chosen)
+            transfers.download({s: TakenGradient(torch.ones(5, dtype=s.dtype)) for s in states}, HYPER, chosen)
         gc.collect()
         assert transfers._reused.size == transfers._leaving.size == transfers._shadows.size == 0
     assert transfers._most_packed == 0
 
 
-def test_settling_waits_for_what_was_published_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread has a current stream of its own, on which nothing is under way."""
-    device = lazy()
-    states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
-    places, _ = sent(transfers, states, [random(4)], [torch.ones(4)])
-    recorded, record = [], device.record
-    monkeypatch.setattr(device, "record", lambda stream: [recorded.append(record(stream)), recorded[-1]][1])
-    transfers.publish(states, places)
-    assert not recorded[-1].has_passed
-    monkeypatch.setattr(device, "record", lambda stream: SimulatedEvent(device.accelerator))  # of another stream
-    transfers.settle()
-    assert recorded[-1].has_passed
-
-
 def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
     """Nothing is published of them."""
     device = lazy()
-    transfers, _ = transfers_of(device)
+    transfers = transfers_of(device)
     parameter = torch.zeros(3)
     device.copy(parameter, torch.ones(3), Stream.CURRENT)
     assert not parameter.any()
@@ -283,38 +161,33 @@ def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
 
 def test_values_come_up_while_backward_goes_on() -> None:
     device = SimulatedDevice(0, 0.0)
-    states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
-    taken = [TakenGradient(random(4))]
-    places, arrived = speculated(transfers, states, taken)
+    states = states_of(torch.zeros(4))
+    transfers = transfers_of(device)
+    records, arrived = transfers.download({states[0]: TakenGradient(torch.ones(4))}, HYPER, {*states})
     arrived.synchronize()
     goes_on: list[Any] = []
     device._stream(Stream.CURRENT).wait_event(SimulatedEvent(device.accelerator, is_recorded=True))  # never passes
     device._stream(Stream.CURRENT).enqueue(lambda: goes_on.append(1))
-    places[states[0]].value.fill_(1.0)
-    shadow = places[states[0]].shadow
-    shadow.send()
+    slot = records[states[0]].slot
+    slot.value.fill_(1.0)
+    slot.shadow.send()
     device.record(Stream.UPLOAD).synchronize()
-    assert shadow._arrived.query()
+    assert slot.shadow._arrived.query()
     assert not goes_on
+
+
+MEETING = threading.Barrier(2)
 
 
 class MeetingStatistics(OverlapStatistics):
     """Lets threads that add to `uploaded_bytes` at once all read it before any writes."""
 
-    _bytes = 0
-    _meeting = threading.Barrier(2)
-
-    @property
-    def uploaded_bytes(self) -> int:
-        value = self._bytes
-        with suppress(threading.BrokenBarrierError):  # the other one cannot come while this one has a lock
-            self._meeting.wait(0.2)
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "uploaded_bytes":
+            with suppress(threading.BrokenBarrierError):  # the other one cannot come while this one has a lock
+                MEETING.wait(0.2)
         return value
-
-    @uploaded_bytes.setter
-    def uploaded_bytes(self, value: int) -> None:
-        self._bytes = value
 
 
 def test_uploads_of_two_threads_at_once_are_both_counted() -> None:
@@ -324,4 +197,4 @@ def test_uploads_of_two_threads_at_once_are_both_counted() -> None:
     with ThreadPoolExecutor(2) as threads:
         for upload in [threads.submit(transfers.upload, torch.ones(3), torch.zeros(3)) for _ in range(2)]:
             upload.result()
-    assert statistics._bytes == 2 * 3 * 4
+    assert statistics.uploaded_bytes == 2 * 3 * 4

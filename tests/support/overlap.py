@@ -12,7 +12,7 @@ from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices import PlainDevice, Stream
+from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import Job, ThreadWorker, Work, Worker
@@ -67,6 +67,15 @@ class ImmediateDevice(ThreadDevice):
 
     def start_worker(self, idle: Work) -> ImmediateWorker:
         return ImmediateWorker(idle)
+
+
+DEVICES: dict[str, Callable[[int], Device]] = {
+    "immediate": lambda seed: ImmediateDevice(),
+    "thread": lambda seed: ThreadDevice(),
+    "deferred": lambda seed: DeferredDevice(),
+    "simulated": SimulatedDevice,
+}
+"""By their seed, which the simulated one has."""
 
 
 def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import sys
@@ -34,7 +35,7 @@ NUMPY_BYTES = 128
 LIBRARIES = {"libc10.so": 0, "_multiarray_umath": NUMPY_BYTES, "superadam/_kernels": 0}
 """Parts of paths, and the least bytes that count."""
 FOREVER = 1 << 40
-LATER = 4
+LATER = 3
 """Steps before those whose allocations fail."""
 
 
@@ -92,8 +93,9 @@ def _as_of_device() -> Iterator[None]:
 class FullDevice(SimulatedDevice):
     """A simulated device whose allocations fail as others do."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, cores: int = 1) -> None:
+        super().__init__(7)
+        self.idle_cores = lambda: cores  # type: ignore[method-assign]
         run_one = self.accelerator.run_one
 
         def uncounted() -> bool:
@@ -109,16 +111,6 @@ class FullDevice(SimulatedDevice):
     def pack(self, *arguments: Any) -> Tensor:
         with _as_of_device():
             return super().pack(*arguments)
-
-    def idle_cores(self) -> int:
-        return 1
-
-
-class DeferredFullDevice(FullDevice):
-    """One without a core for a worker."""
-
-    def idle_cores(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -151,10 +143,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _full() -> FullDevice:
-    return FullDevice(7)
-
-
 PATCHED: dict[str, Any] = {"is_patched": True, "has_first": False}
 MANY: dict[str, Any] = {"layers": 130, "width": 2, "has_first": False}
 
@@ -165,33 +153,31 @@ CASES = {
     "plain bf16": Case(amsgrad=True),
     "plain not dense": Case(is_dense=False),
     "plain, state is held": Case(holds_state=True),
-    "simulated, kept, state is held": Case(device=_full, holds_state=True, options={"gpu_buckets": 2}),
+    "simulated, kept, state is held": Case(device=FullDevice, holds_state=True, options={"gpu_buckets": 2}),
     "by hand": Case(speculates=True),
     "by hand, not dense, amsgrad": Case(is_dense=False, speculates=True, amsgrad=True),
     "thread": Case(device=ThreadDevice),
     "immediate, not dense": Case(device=ImmediateDevice, is_dense=False),
     "deferred, fp32": Case(torch.float32, DeferredDevice),
-    "simulated": Case(device=_full),
-    "simulated, fp32, amsgrad": Case(torch.float32, _full, amsgrad=True),
-    "simulated, not dense": Case(device=_full, is_dense=False),
-    "simulated, all in step()": Case(device=lambda: DeferredFullDevice(7)),
-    "simulated, narrow link": Case(torch.float32, _full, options={"transfer_dtype": torch.bfloat16}),
-    "simulated, kept": Case(device=_full, options={"gpu_buckets": 2}),
-    "simulated, kept, not dense, amsgrad": Case(device=_full, is_dense=False, amsgrad=True, options={"gpu_buckets": 2}),
-    "simulated, all kept": Case(device=_full, options={"gpu_buckets": 100}),
+    "simulated": Case(device=FullDevice),
+    "simulated, fp32, amsgrad": Case(torch.float32, FullDevice, amsgrad=True),
+    "simulated, not dense": Case(device=FullDevice, is_dense=False),
+    "simulated, all in step()": Case(device=lambda: FullDevice(0)),
+    "simulated, narrow link": Case(torch.float32, FullDevice, options={"transfer_dtype": torch.bfloat16}),
+    "simulated, kept": Case(device=FullDevice, options={"gpu_buckets": 2}),
+    "simulated, kept, not dense, amsgrad": Case(
+        device=FullDevice, is_dense=False, amsgrad=True, options={"gpu_buckets": 2}
+    ),
+    "simulated, all kept": Case(device=FullDevice, options={"gpu_buckets": 100}),
     "patched, immediate": Case(device=ImmediateDevice, **PATCHED),
     "patched, thread, not dense, amsgrad": Case(device=ThreadDevice, is_dense=False, amsgrad=True, **PATCHED),
-    "patched, simulated": Case(device=_full, **PATCHED),
-    "patched, simulated, fp16, large": Case(torch.float16, _full, width=40, **PATCHED),
-    "patched, simulated, some kept": Case(device=_full, options={"gpu_buckets": 2}, **PATCHED),
-    "accumulated": Case(device=_full, micro=2),
-    "accumulated in fp32": Case(device=_full, micro=2, sum_dtype=torch.float32),
+    "patched, simulated": Case(device=FullDevice, **PATCHED),
+    "patched, simulated, fp16, large": Case(torch.float16, FullDevice, width=40, **PATCHED),
+    "patched, simulated, some kept": Case(device=FullDevice, options={"gpu_buckets": 2}, **PATCHED),
+    "accumulated": Case(device=FullDevice, micro=2),
+    "accumulated in fp32": Case(device=FullDevice, micro=2, sum_dtype=torch.float32),
     "accumulated in fp32, immediate": Case(device=ImmediateDevice, micro=2, sum_dtype=torch.float32),
 }
-
-
-def _layer(width: int) -> tuple[nn.Module, nn.Module]:
-    return nn.Linear(width, width), nn.Tanh()
 
 
 class Training:
@@ -200,7 +186,9 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.default_generator.manual_seed(5)
-        blocks: list[nn.Module] = [block for _ in range(case.layers) for block in _layer(case.width)]
+        blocks: list[nn.Module] = []
+        for _ in range(case.layers):
+            blocks += [nn.Linear(case.width, case.width), nn.Tanh()]
         self.model = nn.Sequential(*blocks).to(case.dtype)
         if not case.is_dense:
             for one in self.model:
@@ -279,37 +267,25 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
 
-class Recorded:
-    """The bits of the first steps of an undisturbed training."""
-
-    def __init__(self, case: Case) -> None:
-        training, self.bits = Training(case), []
-        for number in range(2):
-            training.step_of(number, OFTEN["accepted"])
-            self.bits.append((shown(training.optimizer), state_bits(training.optimizer)))
-        training.close()
-
-
 class Twins:
-    """A training that is disturbed, and one that is not, or what was recorded of that."""
+    """A training that is disturbed, and one that is not."""
 
-    def __init__(self, case: Case, report: Report, recorded: Recorded | None = None) -> None:
-        self.report, self._recorded = report, recorded
-        self._ours = Training(case)
-        self._other = None if recorded else Training(case)
+    def __init__(self, case: Case, report: Report) -> None:
+        self.report = report
+        self._ours, self._other = Training(case), Training(case)
         self.number = 0
 
-    def calm(self, factor: float = OFTEN["accepted"]) -> None:
-        """Make an ordinary step."""
-        for one in filter(None, (self._ours, self._other)):
-            one.step_of(self.number, factor)
-        self.number += 1
+    def calm(self, steps: int, factor: float = OFTEN["accepted"]) -> None:
+        """Make ordinary steps."""
+        for _ in range(steps):
+            for one in (self._ours, self._other):
+                one.step_of(self.number, factor)
+            self.number += 1
 
-    def disturbed(self, first: int, count: int, factor: float) -> bool:
-        """Make a step in which allocations fail; return whether any did."""
+    def disturbed(self, first: int, count: int, factor: float) -> None:
+        """Make a step in which allocations fail, if there are so many."""
         ours = self._ours
-        if self._other is not None:
-            self._other.step_of(self.number, factor)
+        self._other.step_of(self.number, factor)
         before, patched = shown(ours.optimizer), ours.optimizer.statistics.patched
         allocations.fail(first, count)
         _is_disturbed.append(True)
@@ -342,76 +318,69 @@ class Twins:
             except Exception as error:
                 self.report.faults.append(f"{what}: after {raised!r}, {error!r}")
         self.number += 1
-        return is_failing
 
-    def are_equal(self, *, wholly: bool) -> bool:
+    def check(self, when: str, *, wholly: bool = True) -> bool:
         """Whether the bits are those of the undisturbed training: parameters, or everything, which commits it."""
-        if self._recorded is not None:
-            return bool(self._recorded.bits[self.number - 1][wholly] == _look(self._ours, wholly=wholly))
-        assert self._other is not None
-        return bool(_look(self._ours, wholly=wholly) == _look(self._other, wholly=wholly))
+        ours, theirs = ((state_bits if wholly else shown)(one.optimizer) for one in (self._ours, self._other))
+        if ours != theirs:
+            self.report.faults.append(f"{when}: other bits than undisturbed")
+        return bool(ours == theirs)
 
     def close(self) -> None:
         """End both."""
-        for one in filter(None, (self._ours, self._other)):
-            one.close()
+        self._ours.close()
+        self._other.close()
 
 
-def _look(training: Training, *, wholly: bool) -> Any:
-    return state_bits(training.optimizer) if wholly else shown(training.optimizer)
-
-
-def examined(case: Case, stride: int, offset: int) -> Report:
-    """Return what came of every allocation of a first and of later steps, or of one in `stride`."""
-    report, undisturbed = Report(), Recorded(case)
-    counts = [1, FOREVER]
-    for count in counts if stride == 1 else [counts[offset % 2]]:
-        first, is_failing = offset, case.has_first
-        while is_failing:  # the first step
-            twins = Twins(case, report, undisturbed)
-            is_failing = twins.disturbed(first, count, OFTEN["accepted"])
-            check(twins, f"first step, {first}, {count}")
-            twins.calm()
-            check(twins, f"after first step, {first}, {count}")
+def examined(case: Case, only: int | None) -> Report:
+    """Return what came of every allocation of a first and of later steps, or of one of them in each."""
+    report = Report()
+    for count in (1, FOREVER) if only is None else [(1, FOREVER)[only % 2]]:
+        for first in _until_none_fails(report, only) if case.has_first else ():
+            twins = Twins(case, report)
+            twins.disturbed(first, count, OFTEN["accepted"])
+            twins.check(f"first step, {first}, {count}")
+            twins.calm(1)
+            twins.check(f"after first step, {first}, {count}")
             twins.close()
-            first += stride
+        twins = None
         for kind, factor in (STEADY if case.is_patched else OFTEN).items():
-            first, is_failing = offset, True
-            twins: Twins | None = None
-            while is_failing:
+            for first in _until_none_fails(report, only):
                 if twins is None:
                     twins = Twins(case, report)
-                    for _ in range(LATER):
-                        twins.calm()
-                is_failing = twins.disturbed(first, count, factor)
-                is_good = check(twins, f"{kind}, {first}, {count}", wholly=twins.number % 5 == 0)
-                for _ in range(0 if kind == "accepted" else 2):
-                    twins.calm()
+                    twins.calm(LATER)
+                twins.disturbed(first, count, factor)
+                is_good = twins.check(f"{kind}, {first}, {count}", wholly=only is not None or twins.number % 5 == 0)
+                twins.calm(0 if kind == "accepted" else 2)
                 if not is_good:
                     twins.close()
                     twins = None
-                first += stride
-            if twins is not None:
-                check(twins, f"{kind}, at the end")
-                twins.close()
+        if twins is not None:
+            twins.check("at the end")
+            twins.close()
     return report
 
 
-def check(twins: Twins, when: str, *, wholly: bool = True) -> bool:
-    is_good = twins.are_equal(wholly=wholly)
-    if not is_good:
-        twins.report.faults.append(f"{when}: other bits than undisturbed")
-    return is_good
+def _until_none_fails(report: Report, only: int | None) -> Iterator[int]:
+    """Yield numbers of allocations until a step has fewer, or one."""
+    if only is not None:
+        yield only
+        return
+    for first in itertools.count():
+        before = report.tried
+        yield first
+        if report.tried == before:
+            return
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for index, name in enumerate(chosen.cases):
-        report = examined(CASES[name], chosen.stride, index % chosen.stride)
+        report = examined(CASES[name], None if chosen.all else 5 * index % 24)
         counts = [report.tried, report.raised, report.most, report.patched]
         found = [name, *counts, sorted(report.errors), report.faults]
         sys.stdout.write(json.dumps(found) + "\n")
