@@ -235,9 +235,10 @@ class SimulatedAccelerator:
         span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
         memory = np.full(max(span, 1) * like.itemsize, 0xFF, np.uint8)
         held = memory.view()
-        lease = Lease(held, self._freed.append)
-        lease.address = memory.ctypes.data
-        self.blocks[lease.address] = Block(memory, self.current_stream(), is_on_host, lease)
+        with deferred_signals():  # `collect` finds each lease among the blocks
+            lease = Lease(held, self._freed.append)
+            lease.address = memory.ctypes.data
+            self.blocks[lease.address] = Block(memory, self.current_stream(), is_on_host, lease)
         with ordinary_tensors():
             return _in_storage(_storage_of(held), like)
 

@@ -19,7 +19,7 @@ from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
 
 SEEDS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 24
-STEPS = 5
+STEPS = 6
 
 
 class Model(nn.Module):
