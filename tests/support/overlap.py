@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from support.visible import state_bits
 from torch import Tensor, nn
@@ -108,6 +110,24 @@ class FullDevice(SimulatedDevice):
 
 class PlantedError(RuntimeError):
     """What planted faults raise."""
+
+
+def fail_at(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: BaseException, *, after: bool = False
+) -> None:
+    """Let the so-manyth call of a function raise, before it does anything or after it has done its work."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        is_the_one = next(calls) == at
+        if is_the_one and not after:
+            raise error
+        result = original(*arguments, **options)
+        if is_the_one:
+            raise error
+        return result
+
+    patch.setattr(owner, name, failing)
 
 
 class RaiseInBackward(torch.autograd.Function):
