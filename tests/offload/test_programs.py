@@ -1405,6 +1405,12 @@ for _name in (
     after(f"{_name}_after_the_step", torch=False)(ACTIONS[_name])
 
 
+# Passes that fold an accepted step into the state need its largest second moments where the new one does not.
+after("amsgrad_changed_after_the_step", torch=False, admits_8bit=False, steps=6, settings=PATCHED[:1])(
+    ACTIONS["amsgrad_changed"]
+)
+
+
 # ---- the tests ------------------------------------------------------------------------------------------------------
 
 
