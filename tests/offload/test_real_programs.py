@@ -172,7 +172,10 @@ def gaussian_splatting(run: Run) -> None:
                 sizes = torch.zeros(128)
             elif step == 5:  # all points become rather transparent, and forget how they came to be otherwise
                 replace(
-                    points, optimizer, lambda key, p: p.clamp(max=-1.0) if key == "opacities" else p, torch.zeros_like
+                    points,
+                    optimizer,
+                    lambda key, p: p.clamp(max=-1.0) if key == "opacities" else p + 0,
+                    torch.zeros_like,
                 )
             for p in points.values():  # masters, which the program knows nothing of, are those of the new parameters
                 assert frozen(optimizer.state[p].get("master", p).to(p.dtype)) == frozen(p.detach())

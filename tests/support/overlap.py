@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -121,10 +122,10 @@ def fail_at(
     def failing(*arguments: Any, **options: Any) -> Any:
         is_the_one = next(calls) == at
         if is_the_one and not after:
-            raise error
+            raise copy.copy(error)  # whose traceback would keep the arguments alive
         result = original(*arguments, **options)
         if is_the_one:
-            raise error
+            raise copy.copy(error)
         return result
 
     patch.setattr(owner, name, failing)
