@@ -20,13 +20,11 @@ from support.overlap import (
     adam,
     batch,
     eager,
-    everything,
     loss_of,
     mlp,
     train,
-    twins,
 )
-from support.programs import frozen
+from support.programs import Story, both
 from support.reference import Synchronous, flat, same_bits
 from support.visible import bits
 from torch import Tensor, nn
@@ -80,26 +78,9 @@ def test_other_dtypes_are_refused(dtype: Any) -> None:
 
 # ---- in training -----------------------------------------------------------------------------------------------------
 
-Story = Callable[[nn.Module, SpeculativeCPUAdam, OffloadScheduler | None], object]
-"""Training with a scheduler, or without; returns what it has seen."""
-Moment = Story
-
 
 def announced(scheduler: OffloadScheduler | None, dtype: torch.dtype | None = torch.float32) -> Any:
     return nullcontext() if scheduler is None else scheduler.accumulate(dtype)
-
-
-def both(story: Story, device: Device, make: Callable[[], nn.Module] = mlp, **options: Any) -> OffloadScheduler:
-    """Run a story with and without a scheduler; the bits agree, as sums of fp32 gradients do wherever they are made."""
-    model, optimizer, twin, plain = twins(make, **options)
-    with eager(optimizer, model, device=device) as scheduler:
-        seen = frozen(story(model, optimizer, scheduler))
-    assert seen == frozen(story(twin, plain, None))
-    optimizer.zero_grad()
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
-    assert optimizer.statistics.steps == plain.statistics.steps
-    return scheduler
 
 
 STORIES: dict[str, tuple[Story, dict[str, Any]]] = {}
@@ -112,8 +93,8 @@ def tell(name: str, story: Story, **options: Any) -> None:
 
 def micro_batches(
     *,
-    between: Moment = lambda *_: None,
-    before_step: Moment = lambda *_: None,
+    between: Story = lambda *_: None,
+    before_step: Story = lambda *_: None,
     dtype: torch.dtype | None = torch.float32,
     last: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Story:
@@ -333,7 +314,7 @@ tell("without a parameter", without_a_parameter)
 def test_sums_on_the_host_are_those_of_autograd(number: int) -> None:
     story, options = [*STORIES.values()][number]
     for make in (ImmediateDevice, OTHERS[number % len(OTHERS)]):
-        both(story, make(), **options)
+        both(story, {"device": make()}, **options)
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 10**6])
@@ -377,7 +358,7 @@ def test_announced_micro_batches_waste_nothing(dtype: torch.dtype | None) -> Non
         assert scheduler.statistics.given_back_gradients == scheduler.optimizer.statistics.dropped == 0
 
 
-READERS: dict[str, Moment] = {
+READERS: dict[str, Story] = {
     "the model's state dict": lambda model, optimizer, scheduler: model.state_dict(),
     "the state dict": lambda model, optimizer, scheduler: optimizer.state_dict(),
     "the state": lambda model, optimizer, scheduler: optimizer.state,
@@ -408,7 +389,7 @@ def test_reading_gradients_does_not_change_training(reader: str, device: Device)
         def silent(*run: Any) -> None:
             look(*run)
 
-        both(micro_batches(**{moment: silent}, last=lambda model: model[2:]), device)
+        both(micro_batches(**{moment: silent}, last=lambda model: model[2:]), {"device": device})
 
 
 # ---- sums on the host ------------------------------------------------------------------------------------------------
@@ -457,28 +438,21 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
 @pytest.mark.parametrize("make", [ImmediateDevice, ThreadDevice, DeferredDevice])
 def test_narrow_link_leaves_sums_on_the_host_as_they_are(make: Callable[[], Device], is_announced: bool) -> None:
     """They do not travel; sums in `.grad` are rounded once, also those that no later backward touched."""
-    model, optimizer, twin, plain = twins()
-    with eager(optimizer, model, device=make(), transfer_dtype=torch.bfloat16) as scheduler:
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         for number in range(3):
             optimizer.zero_grad()
-            with scheduler.accumulate(torch.float32 if is_announced else None):
+            with announced(scheduler, torch.float32 if is_announced else None):
                 loss_of(model, 10 * number).backward()
             loss_of(model[2:], 10 * number + 1).backward()
+            if scheduler is None and not is_announced:
+                for parameter in model.parameters():
+                    parameter.grad = parameter.grad.bfloat16().float()
             norm = optimizer.clip_grad_norm_(5.0)
             optimizer.step()
             assert optimizer.last_outcome.grad_norm == float(norm)
-    optimizer.zero_grad()
-    for number in range(3):
-        plain.zero_grad()
-        loss_of(twin, 10 * number).backward()
-        loss_of(twin[2:], 10 * number + 1).backward()
-        for parameter in twin.parameters():
-            if not is_announced:
-                parameter.grad = parameter.grad.bfloat16().float()
-        plain.clip_grad_norm_(5.0)
-        plain.step()
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
+
+    both(story, {"device": make(), "transfer_dtype": torch.bfloat16})
 
 
 @pytest.mark.covering(1)
@@ -488,5 +462,5 @@ def test_sums_that_cannot_be_sent_are_left_to_the_step(error, device, monkeypatc
         raise error
 
     monkeypatch.setattr(Transfers, "download", cannot)
-    scheduler = both(micro_batches(), device)
+    scheduler = both(micro_batches(), {"device": device})
     assert scheduler.statistics.buckets == 0

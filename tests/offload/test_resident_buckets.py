@@ -24,6 +24,7 @@ from support.overlap import (
     train,
     twins,
 )
+from support.programs import Story, both
 from support.visible import bits, shown
 from torch import Tensor, nn
 
@@ -139,24 +140,14 @@ def kept(
 
 
 def pair(
-    story: Callable[[nn.Module, SpeculativeCPUAdam, OffloadScheduler | None], object],
+    story: Story,
     device: Device,
     make: Callable[[], nn.Module] = mlp,
     scheduled: dict[str, Any] | None = None,
-    **options: Any,
 ) -> OffloadScheduler:
-    """Run a story with kept buckets and without a scheduler; check that bits and outcomes agree."""
-    model, optimizer, twin, plain = twins(make, **options)
-    with kept(optimizer, model, device, **(scheduled or {})) as scheduler:
-        seen = story(model, optimizer, scheduler)
-        optimizer.zero_grad()
-        assert scheduler.statistics.resident_buckets > 0
-    assert story(twin, plain, None) == seen
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
-    one, other = optimizer.last_outcome, plain.last_outcome
-    assert one == other or (one is not None and other is not None and one.kind is other.kind is StepKind.SKIPPED)
-    assert optimizer.statistics.steps == plain.statistics.steps
+    """Tell a story with kept buckets and without a scheduler; check that bits and outcomes agree."""
+    scheduler = both(story, {"bucket_numel": 70, "gpu_buckets": ALL, "device": device, **(scheduled or {})}, make)
+    assert scheduler.statistics.resident_buckets > 0
     assert not has_memory_in_use(device)
     return scheduler
 
@@ -333,23 +324,23 @@ def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("what", ["_add_resident", "speculate"])
 def test_worker_that_fails_with_a_kept_bucket(what, at, device, monkeypatch):
-    model, optimizer, twin, plain = twins()
-    train(twin, plain, range(5))
     owner: type = Pipeline if what == "_add_resident" else Transaction
-    with kept(optimizer, model, device):
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         train(model, optimizer, range(3))
         before = shown(optimizer)
         with monkeypatch.context() as patch:
-            fail_at(patch, owner, what, at, PlantedError("the worker stumbled"), after=True)
+            if scheduler is not None:
+                fail_at(patch, owner, what, at, PlantedError("the worker stumbled"), after=True)
             loss_of(model, 3).backward()
-            with pytest.raises(WorkerError, match="the worker stumbled"):
-                optimizer.step()
+            if scheduler is not None:
+                with pytest.raises(WorkerError, match="the worker stumbled"):
+                    optimizer.step()
         assert shown(optimizer) == before
         optimizer.step()  # without the worker
-        optimizer.zero_grad()
         train(model, optimizer, range(4, 5))
-    assert everything(model, optimizer) == everything(twin, plain)
-    assert not has_memory_in_use(device)
+
+    pair(story, device)
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from support.overlap import (
     train,
     twins,
 )
+from support.programs import both, frozen
 from support.visible import bits, shown
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -79,28 +79,6 @@ anywhere = fixture_of("anywhere", ANYWHERE)
 working = fixture_of("working", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
 
 
-Story = Callable[[nn.Module, SpeculativeCPUAdam, OffloadScheduler | None], object]
-
-
-def both(
-    story: Story,
-    plain_story: Story | None = None,
-    make: Callable[[], nn.Module] = mlp,
-    scheduled: dict[str, Any] | None = None,
-    **options: Any,
-) -> OffloadScheduler:
-    """Run one story under a scheduler and another, or the same, without; bits and outcomes agree."""
-    model, optimizer, twin, plain = twins(make, **options)
-    with eager(optimizer, model, **(scheduled or {})) as scheduler:
-        story(model, optimizer, scheduler)
-    (plain_story or story)(twin, plain, None)
-    optimizer.zero_grad()
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
-    assert optimizer.last_outcome == plain.last_outcome
-    return scheduler
-
-
 # ---- ordinary training ----------------------------------------------------------------------------------------------
 
 
@@ -112,8 +90,8 @@ def both(
 def test_every_dtype_bucket_size_and_wide_link(dtype: torch.dtype, bucket_numel: int, link: Any, make: Any) -> None:
     scheduler = both(
         lambda model, optimizer, _: train(model, optimizer, range(8)),
-        make=lambda: mlp(dtype),
-        scheduled={"device": make(), "bucket_numel": bucket_numel, "transfer_dtype": link},
+        {"device": make(), "bucket_numel": bucket_numel, "transfer_dtype": link},
+        lambda: mlp(dtype),
     )
     counts = scheduler.optimizer.statistics
     assert counts.committed
@@ -125,21 +103,20 @@ def test_every_dtype_bucket_size_and_wide_link(dtype: torch.dtype, bucket_numel:
 
 def test_edited_gradients_are_not_taken_for_a_while() -> None:
     """What would be given back each time is left alone for some steps; then it is tried again."""
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
-    with eager(optimizer, model) as scheduler:
-        taken = []
+    taken = []
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         for seed in range(2 * PAUSE_STEPS + 6):
-            before = scheduler.statistics.buckets
-            for one, its in ((model, optimizer), (twin, plain)):
-                its.zero_grad()
-                loss_of(one, seed).backward()
-                if seed < PAUSE_STEPS + 3:
-                    torch.nn.utils.clip_grad_value_(one.parameters(), 0.5)
-                its.step()
-            taken.append(scheduler.statistics.buckets > before)
-    optimizer.zero_grad()
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
+            before = scheduler and scheduler.statistics.buckets
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            if seed < PAUSE_STEPS + 3:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+            optimizer.step()
+            if scheduler is not None:
+                taken.append(scheduler.statistics.buckets > before)
+
+    scheduler = both(steps, {}, lambda: mlp(torch.bfloat16))
     assert taken == [True, *[False] * PAUSE_STEPS, True, *[False] * PAUSE_STEPS, *[True] * 4]
     assert scheduler.statistics.given_back_gradients == 2 * 6
 
@@ -153,54 +130,51 @@ def test_edited_gradients_are_not_taken_for_a_while() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worker_that_fails(dtype, at, after, then, working, monkeypatch):
     """It is told in step(); nothing has changed, and the gradients are in `.grad`, for a step without the worker."""
-    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
-    scheduler = eager(optimizer, model, device=working)
-    train(model, optimizer, range(2))
-    train(twin, plain, range(2))
-    loss_of(twin, 2).backward()
-    before = shown(optimizer)
-    with monkeypatch.context() as patch:
-        fail_at(patch, Transaction, "speculate", at, PlantedError("the worker stumbled"), after=after)
-        told = r"worker failed with PlantedError: the worker stumbled; nothing was changed, .* call step\(\) again"
-        loss_of(model, 2).backward()
-        with pytest.raises(WorkerError, match=told) as caught:
-            optimizer.state_dict() if then == "read" else optimizer.step()
-    assert isinstance(caught.value.__cause__, PlantedError)
-    assert shown(optimizer) == before
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert one.grad is not None
-        assert torch.equal(one.grad, other.grad)
-    if then == "zero_grad":
-        optimizer.zero_grad()
-        plain.zero_grad()
-    if then == "close":
-        scheduler.close()
-    optimizer.step()
-    plain.step()
-    train(model, optimizer, range(3, 5))
-    train(twin, plain, range(3, 5))
-    scheduler.close()
-    assert everything(model, optimizer) == everything(twin, plain)
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
+        train(model, optimizer, range(2))
+        before = shown(optimizer)
+        with monkeypatch.context() as patch:
+            if scheduler is not None:
+                fail_at(patch, Transaction, "speculate", at, PlantedError("the worker stumbled"), after=after)
+            loss_of(model, 2).backward()
+            if scheduler is not None:
+                told = (
+                    r"worker failed with PlantedError: the worker stumbled; nothing was changed, .* call step\(\) again"
+                )
+                with pytest.raises(WorkerError, match=told) as caught:
+                    optimizer.state_dict() if then == "read" else optimizer.step()
+                assert isinstance(caught.value.__cause__, PlantedError)
+        assert shown(optimizer) == before
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        if then == "zero_grad":
+            optimizer.zero_grad()
+        if then == "close" and scheduler is not None:
+            scheduler.close()
+        optimizer.step()
+        train(model, optimizer, range(3, 5))
+        return gradients
+
+    both(story, {"device": working}, lambda: mlp(dtype))
 
 
 def test_worker_whose_thread_has_ended() -> None:
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
-    with eager(optimizer, model, device=ThreadDevice()) as scheduler:
-        for one, its in ((model, optimizer), (twin, plain)):
-            train(one, its, range(2))
-        end_thread(scheduler._pipeline._worker, with_job=True)
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
+        train(model, optimizer, range(2))
+        if scheduler is not None:
+            end_thread(scheduler._pipeline._worker, with_job=True)
+        seen = []
         for seed in range(2, 4):
             loss_of(model, seed).backward()
-            loss_of(twin, seed).backward()
-            with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
-                optimizer.step()
-            assert all(map(torch.equal, *([p.grad for p in one.parameters()] for one in (model, twin))))
-            for its in (optimizer, plain):
-                its.step()
-                its.zero_grad()
-    for one, its in ((model, optimizer), (twin, plain)):
-        train(one, its, range(4, 6))
-    assert everything(model, optimizer) == everything(twin, plain)
+            if scheduler is not None:
+                with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
+                    optimizer.step()
+            seen.append([parameter.grad.clone() for parameter in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16))
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32], ids=str)
@@ -226,27 +200,28 @@ def test_sparse_gradients_are_refused_by_the_step(sum_dtype: torch.dtype | None,
 
 
 def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16), max_grad_norm=math.inf)
-    train(twin, plain, range(3))
     failed = threading.Event()
 
     def stumble(*_: object) -> bool:
         failed.set()
         raise PlantedError("the commit stumbled")
 
-    with eager(optimizer, model, device=ThreadDevice()):
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         train(model, optimizer, range(1))  # the first step leaves nothing to commit
         with monkeypatch.context() as patch:
-            patch.setattr(Transaction, "commit", stumble)
+            if scheduler is not None:
+                patch.setattr(Transaction, "commit", stumble)
             loss_of(model, 1).backward()
             optimizer.step()
-            assert failed.wait(60)
-            time.sleep(0.05)  # between the call and the note of its failure
             optimizer.zero_grad()
-            with pytest.raises(WorkerError, match="the commit stumbled"):
-                optimizer.state_dict()
+            if scheduler is not None:
+                assert failed.wait(60)
+                time.sleep(0.05)  # between the call and the note of its failure
+                with pytest.raises(WorkerError, match="the commit stumbled"):
+                    optimizer.state_dict()
         train(model, optimizer, range(2, 3))
-    assert everything(model, optimizer) == everything(twin, plain)
+
+    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16), max_grad_norm=math.inf)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -319,25 +294,22 @@ def test_cores_limit_what_runs_beside_backward(num_threads, expected, monkeypatc
 @pytest.mark.parametrize("has_link", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, has_link: bool) -> None:
-    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
-    threads = threading.active_count()
-    device = DeferredDevice()
+    device, threads = DeferredDevice(), threading.active_count()
     device.has_link = has_link
-    with eager(optimizer, model, device=device) as scheduler:
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         assert threading.active_count() == threads
-        assert scheduler.placement.num_threads == 0
         for seed in range(3):
             optimizer.zero_grad()
             loss_of(model, seed).backward()
             assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
-            scheduler.synchronize()
             optimizer.step()
-        optimizer.zero_grad()
-        assert scheduler.statistics.buckets == 0
-        assert scheduler.statistics.hidden_share == 0.0
-        assert optimizer.statistics.speculate_seconds == 0.0
-    train(twin, plain, range(3))
-    assert everything(model, optimizer) == everything(twin, plain)
+
+    scheduler = both(story, {"device": device}, lambda: mlp(dtype))
+    assert scheduler.placement.num_threads == 0
+    assert scheduler.statistics.buckets == 0
+    assert scheduler.statistics.hidden_share == 0.0
+    assert scheduler.optimizer.statistics.speculate_seconds == 0.0
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
@@ -429,7 +401,7 @@ def test_data_loader_workers_are_forked_beside_the_worker() -> None:
                 (30 * (model(x) - 1).square().mean()).backward()
                 optimizer.step()
 
-    both(loaded, scheduled={"device": ThreadDevice()})
+    both(loaded, {"device": ThreadDevice()})
 
 
 def test_forked_child_is_told_instead_of_hanging() -> None:
@@ -531,9 +503,9 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, anywhere
 
     both(
         lambda model, optimizer, _: steps(model, optimizer, rounds=False),
+        {"device": anywhere, "transfer_dtype": link},
+        lambda: mlp(dtype),
         lambda model, optimizer, _: steps(model, optimizer, rounds=True),
-        make=lambda: mlp(dtype),
-        scheduled={"device": anywhere, "transfer_dtype": link},
     )
     assert norms[False] == norms[True]
 
@@ -592,12 +564,7 @@ def test_memory_for_new_values_does_not_grow_with_the_model(num_threads, asynchr
     monkeypatch.setattr(asynchronous, "empty", measured)
     monkeypatch.setattr(asynchronous, "host_empty", measured_on_host)
     monkeypatch.setattr(asynchronous, "idle_cores", lambda: num_threads)
-    scheduler = both(
-        steps,
-        make=lambda: mlp(layers=12),
-        scheduled={"device": asynchronous, "bucket_numel": 200},
-        max_grad_norm=0.1,
-    )
+    scheduler = both(steps, {"device": asynchronous, "bucket_numel": 200}, lambda: mlp(layers=12), max_grad_norm=0.1)
     assert scheduler.optimizer.statistics.clipped
     assert scheduler.optimizer.statistics.skipped
     assert max(sizes) < 200 + 2 * 64 * 5 < 12 * 72
@@ -626,7 +593,7 @@ def test_placement_that_changes_in_the_middle_of_backward(dtype: torch.dtype, wo
             handle.remove()
             optimizer.step()
 
-    scheduler = both(steps, make=lambda: mlp(dtype), scheduled={"device": working, "bucket_numel": 70})
+    scheduler = both(steps, {"device": working, "bucket_numel": 70}, lambda: mlp(dtype))
     assert (scheduler.placement.bucket_numel, scheduler.placement.num_threads) == (100, 2)
 
 
@@ -637,25 +604,26 @@ def test_placement_that_changes_in_the_middle_of_backward(dtype: torch.dtype, wo
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_that_others_ask_for_are_taken_before_gradients_travel(dtype: torch.dtype, asynchronous: Device) -> None:
     """From the second step on, and they are torch's own, on the device, once."""
-    model, optimizer, twin, plain = twins(lambda: mlp(dtype), max_grad_norm=math.inf)
-    with eager(optimizer, model, device=asynchronous) as scheduler:
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
+        seen = []
         for seed in range(5):
             loss_of(model, seed).backward()
-            loss_of(twin, seed).backward()
             taken = [taken_of(parameter.grad) for parameter in model.parameters()]
-            assert [one.norm is not None for one in taken] == [seed > 1] * 6
+            if scheduler is not None:
+                assert [one.norm is not None for one in taken] == [seed > 1] * 6
             if seed:
-                norms = [torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]) for one in (model, twin)]
-                assert bits(norms[0]) == bits(norms[1])
-                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norms[0])
-                torch.nn.utils.clip_grads_with_norm_(twin.parameters(), 0.5, norms[1])
-            assert [bits(p.grad) for p in model.parameters()] == [bits(p.grad) for p in twin.parameters()]
-            assert scheduler._transfers.computes_norms == (seed > 0)
-            for its in (optimizer, plain):
-                its.step()
-                its.zero_grad()
-            assert shown(optimizer) == shown(plain)
-    assert everything(model, optimizer) == everything(twin, plain)
+                norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+                seen.append(norm)
+            seen.append(frozen([p.grad for p in model.parameters()]))
+            assert scheduler is None or scheduler._transfers.computes_norms == (seed > 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(shown(optimizer))
+        return seen
+
+    both(story, {"device": asynchronous}, lambda: mlp(dtype), max_grad_norm=math.inf)
 
 
 def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.overlap import ImmediateDevice, ThreadDevice
+from support.overlap import ImmediateDevice, ThreadDevice, eager, everything, mlp, twins
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.offload import accumulation as micro_batches
 from superadam.testing import SimulatedDevice
@@ -238,6 +238,40 @@ def differences(program: Program, settings: Iterable[Setting]) -> list[str]:
     if program.torch and platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently
         compare(TORCH, ("outcome", "gradients"))
     return found
+
+
+Story = Callable[[nn.Module, Any, OffloadScheduler | None], object]
+"""Training of a model with an optimizer, and a scheduler or none; returns what it has seen."""
+
+
+def both(
+    story: Story,
+    scheduled: dict[str, Any],
+    make: Callable[[], nn.Module] = mlp,
+    plain: Story | None = None,
+    **options: Any,
+) -> OffloadScheduler:
+    """Tell a story under a scheduler, which is returned, and another or the same without; all bits agree.
+
+    Args:
+        scheduled: options of the scheduler, which speculates on every gradient alone otherwise.
+        make: returns the model.
+        plain: the other story.
+        options: of the optimizers.
+    """
+    model, optimizer, twin, other = twins(make, **options)
+    with eager(optimizer, model, **scheduled) as scheduler:
+        seen = frozen(story(model, optimizer, scheduler))
+        optimizer.zero_grad()
+    assert difference(seen, frozen((plain or story)(twin, other, None))) is None
+    other.zero_grad()
+    assert everything(model, optimizer) == everything(twin, other)
+    ours, theirs = optimizer.last_outcome, other.last_outcome
+    assert (ours.kind is StepKind.SKIPPED) == (theirs.kind is StepKind.SKIPPED)
+    if math.isfinite(optimizer.max_grad_norm or math.inf) and ours.kind is not StepKind.SKIPPED:  # judged by the norm
+        assert ours == theirs
+    assert optimizer.statistics.steps == other.statistics.steps
+    return scheduler
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
