@@ -148,20 +148,6 @@ class Adversaries(nn.Module):
         self.generator, self.discriminator = mlp(), mlp()
 
 
-class Hooked(nn.Module):
-    """Gradients changed by hooks that were registered before the scheduler's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
-        self.layers[2].weight.register_post_accumulate_grad_hook(self.triple)
-
-    @staticmethod
-    def triple(parameter: Tensor) -> None:
-        parameter.grad.mul_(3.0)
-
-
 class Multiply(torch.autograd.Function):
     """A linear layer that keeps its weight in the context, past the version checks."""
 
@@ -374,11 +360,6 @@ def saved_as_an_index(run: Graph) -> None:
 # ---- hooks ----------------------------------------------------------------------------------------------------------
 
 
-@shape(Hooked)
-def hooks_that_change_gradients(run: Graph) -> None:
-    loss(run.model.layers(run.inputs())).backward()
-
-
 @shape(mlp)
 def backward_hooks_that_read_weights_of_later_layers(run: Graph) -> None:
     later = run.model[4].weight
@@ -520,23 +501,6 @@ def adversaries_with_a_frozen_discriminator(run: Graph) -> None:
     run.model.discriminator.requires_grad_(False)
     loss(run.model.discriminator(fake)).backward()
     run.model.discriminator.requires_grad_(True)
-
-
-@shape(Adversaries)
-def adversaries_with_an_optimizer_each(run: Graph) -> None:
-    """The generator belongs to another optimizer, which steps between the discriminator's backward and step."""
-    if run.once():
-        group = run.optimizer.param_groups[0]
-        theirs = set(run.model.generator.parameters())
-        group["params"] = [one for one in group["params"] if one not in theirs]
-        run.kept["sgd"] = torch.optim.SGD(run.model.generator.parameters(), lr=0.01)
-    run.kept["sgd"].zero_grad()
-    fake = run.model.generator(run.inputs())
-    loss(-run.model.discriminator(fake.detach())).backward()
-    kept = [p.grad for p in run.model.discriminator.parameters()]
-    loss(run.model.discriminator(fake)).backward(inputs=list(run.model.generator.parameters()))
-    run.kept["sgd"].step()
-    assert len(kept) == 6
 
 
 @shape(mlp)

@@ -36,7 +36,7 @@ from support.programs import (
 )
 from support.visible import parameters_of
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 from superadam import SpeculativeCPUAdam
 from superadam.step.transaction import Transaction
@@ -46,7 +46,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
@@ -211,15 +210,13 @@ def nothing(model: Any, optimizer: Any, step: int, run: Run) -> None: ...
 
 
 @between()
-def gradients_reset(model: Any, optimizer: Any, step: int, run: Run) -> None:
+def gradients_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Those of one layer, or all of them, which may be zero instead."""
     if step % 2:
         optimizer.zero_grad(set_to_none=step == 1)
-
-
-@between()
-def gradients_of_one_layer_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.blocks[step % 2].weight.grad = None
-    del model.blocks[step % 2].bias.grad
+    else:
+        model.blocks[step // 2].weight.grad = None
+        del model.blocks[step // 2].bias.grad
 
 
 @between()
@@ -300,22 +297,6 @@ def gradients_written_through_data(model: Any, optimizer: Any, step: int, run: R
 
 
 @between(speculates=False)
-def gradients_clipped_by_value(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    clip_grad_value_(model.parameters(), 0.01)
-
-
-@between()
-def gradients_multiplied_with_other_than_numbers_between_0_and_1(
-    model: Any, optimizer: Any, step: int, run: Run
-) -> None:
-    model.blocks[0].weight.grad.mul_(0.0)
-    model.blocks[1].weight.grad.mul_(-1.0)
-    model.first.weight.grad.mul_(3.0)
-    model.first.bias.grad.mul_(model.first.bias.grad)
-    model.blocks[0].bias.grad.zero_()
-
-
-@between(speculates=False)
 def gradients_scaled_twice_and_divided(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0].weight.grad.mul_(0.7).mul_(1.3)
     model.blocks[1].weight.grad.div_(3)
@@ -325,12 +306,7 @@ def gradients_scaled_twice_and_divided(model: Any, optimizer: Any, step: int, ru
     model.blocks[0].bias.grad *= factor
     factor.fill_(100)
     model.blocks[1].bias.grad.neg_()
-
-
-@between(ignores=("outcome",), speculates=False)
-def gradients_scaled_by_one_factor(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step != 2:
-        torch._foreach_mul_(gradients(model), [0.37, 0.5][step % 2])
+    model.last.weight.grad.mul_(model.last.weight.grad)
 
 
 @between()
@@ -386,20 +362,6 @@ def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> 
     for micro in range(1 + step // 2):
         (loss_of(model, step, micro) * [math.nan, 1.0, [1.0, math.inf][micro], 1.0][step]).backward()
     optimizer.step()
-
-
-@between(speculates=False)
-def gradients_made_by_autograd_grad(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    parameters = list(model.parameters())
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss_of(model, step, 1), parameters), strict=True):
-        parameter.grad = gradient
-
-
-@between()
-def gradient_with_a_graph(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step % 2:
-        optimizer.zero_grad()
-        loss_of(model, step).backward(create_graph=True)
 
 
 # ---- gradients are read ---------------------------------------------------------------------------------------------
@@ -514,21 +476,11 @@ def clipped_by_hand(model: Any, step: int) -> Tensor:
     return norm
 
 
-@between(torch=False, speculates=False, ignores=("outcome",))
-def clipped_by_torch_and_by_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    optimizer.max_grad_norm = 0.5 + step
-    return clip_grad_norm_(model.parameters(), 2.0)
-
-
 @between(torch=False)
 def clipped_by_the_optimizer_for_one_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return optimizer.clip_grad_norm_([math.inf, 1.0, 1e6][step % 3])
-
-
-@between(torch=False)
-def norm_asked_of_the_optimizer_and_of_torch(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    """Torch has the same norm, and the last of several limits counts."""
     norm = torch.nn.utils.get_total_norm(gradients(model))
-    return norm, optimizer.clip_grad_norm_(math.inf), optimizer.clip_grad_norm_(1e6)
+    return norm, optimizer.clip_grad_norm_(1e-3), optimizer.clip_grad_norm_([math.inf, 1.0, 1e6][step % 3])
 
 
 def scaler_of(run: Run) -> torch.amp.GradScaler:
@@ -565,13 +517,6 @@ for _name, _unscales, _clips, _micro in (
             model, optimizer, step, run, unscales=unscales(step), clips=clips, micro=micro
         )
     )
-
-
-@program(speculates=False)
-def grad_scaler_with_a_scale_that_is_no_power_of_two(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    if run.once():
-        run.kept["scaler"] = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=1)
-    return scaled_step(model, optimizer, step, run, unscales=True, clips=False)
 
 
 # ---- weights are written --------------------------------------------------------------------------------------------
@@ -772,16 +717,6 @@ def moments_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 @between(speculates=False)
-def moments_written_in_a_state_that_is_held(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """`optimizer.state` is read once, and not again in the steps to come."""
-    entry = run.kept.setdefault("state", optimizer.state).get(model.first.weight)
-    if entry and step % 2:
-        entry["exp_avg"] = entry["exp_avg"] * 0.5
-        entry["step"].add_(1)
-    return entry and entry["exp_avg_sq"].clone()
-
-
-@between(speculates=False)
 def state_assigned(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A copy of it, or the very one that it is."""
     state = optimizer.state
@@ -861,13 +796,6 @@ def lr_filled_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
 @between(torch=False, speculates=False)
 def limit_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.max_grad_norm = [None, 1.0, math.inf, 3.0][step]
-
-
-@between(speculates=False)
-def schedule_stepped_before_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if run.once():
-        run.kept["schedule"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8**epoch)
-    run.kept["schedule"].step()
 
 
 @between(torch=False)
@@ -1299,14 +1227,13 @@ def converted_to_what_it_is(model: Any, optimizer: Any, step: int, run: Run) -> 
 
 @between(speculates=False)
 def blocks_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Their memory, or the modules."""
     one, other = model.blocks
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        mine.data, theirs.data = theirs.data, mine.data
-
-
-@between()
-def modules_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+    if step % 2:
+        model.blocks[0], model.blocks[1] = other, one
+    else:
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            mine.data, theirs.data = theirs.data, mine.data
 
 
 @between(speculates=False)
@@ -1332,12 +1259,6 @@ def parameters_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None
 
 
 # ---- the scheduler itself -------------------------------------------------------------------------------------------
-
-
-@between()
-def scheduler_waits(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if run.scheduler is not None:
-        run.scheduler.synchronize()
 
 
 @between()
@@ -1368,18 +1289,19 @@ def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) 
 
 @between()
 def speculated_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """In some steps once the scheduler has nothing left to do."""
     if run.scheduler is not None:
+        if step > 1:
+            run.scheduler.synchronize()
         optimizer.speculate([model.blocks[0].weight] if step % 2 else None)
 
 
-@between(torch=False, speculates=False)
-def rolled_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.rollback()
-
-
 @between(torch=False)
-def committed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.commit()
+def committed_or_rolled_back_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    if step % 2:
+        optimizer.rollback()
+    else:
+        optimizer.commit()
 
 
 @between(torch=False, speculates=False)

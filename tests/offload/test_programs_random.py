@@ -41,7 +41,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),  # a hang fails with the stack of every thread
     pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
-    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import programs
-from support.overlap import ThreadDevice
-from support.programs import EAGER, Program, Setting, differences, frozen, in_settings, state_of
+from support.programs import Program, Setting, differences, frozen, in_settings, state_of
 from support.visible import parameters_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -25,10 +24,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
-
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.devices import Device
-from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread
@@ -216,23 +211,6 @@ def optimizers_in_backward(run: Run) -> None:
 @program()
 def optimizers_in_backward_after_their_schedulers(run: Run) -> None:
     step_in_backward(run, run.mlp(16, 64, 16), hooks_are_first=False)
-
-
-@pytest.mark.parametrize("device", [ThreadDevice, lambda: SimulatedDevice(3)], ids=["thread", "simulated"])
-def test_one_optimizer_with_a_scheduler_has_the_bits_of_optimizers_in_backward(device: Callable[[], Device]) -> None:
-    """So a loop that steps in backward to save memory may clip again, and keep the rest as it is."""
-    run = Run(EAGER.plain)
-    models = run.mlp(16, 64, 16), run.mlp(16, 64, 16)
-    step_in_backward(run, models[0], hooks_are_first=True)
-    optimizer = SpeculativeCPUAdamW(models[1].parameters(), lr=0.01, weight_decay=0.1)
-    with OffloadScheduler(optimizer, models[1], device=device(), bucket_numel=1000):
-        for step in range(4):
-            run.loss(models[1], step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert frozen(models[1].state_dict()) == frozen(models[0].state_dict())
-    for position, parameter in enumerate(models[1].parameters()):
-        assert frozen(optimizer.state[parameter]) == frozen(state_of(run.optimizers[position])[0])
 
 
 # ---- reinforcement learning -----------------------------------------------------------------------------------------
