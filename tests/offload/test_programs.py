@@ -43,9 +43,6 @@ from superadam.step.transaction import Transaction
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread
-    pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 

@@ -40,7 +40,6 @@ from superadam.testing import SimulatedDevice
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),  # a hang fails with the stack of every thread
-    pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
