@@ -242,20 +242,16 @@ def gradient_of_the_last_step_put_back(model: Any, optimizer: Any, step: int, ru
 
 
 @between()
-def gradients_exchanged_between_parameters(model: Any, optimizer: Any, step: int, run: Run) -> None:
+def gradients_exchanged_or_shared(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Both have the same gradient in the end, which is then written to once."""
     one, other = model.blocks[0].weight, model.blocks[1].weight
-    one.grad, other.grad = other.grad, one.grad
-
-
-@between(speculates=False)
-def gradient_of_one_given_to_another(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Both have the same gradient, which is then written to once."""
-    one, other = model.blocks[0].weight, model.blocks[1].weight
-    other.grad = one.grad
-    one.grad.mul_(0.3)
-    for parameter in (model.first.weight, model.first.bias, model.blocks[0].bias, model.blocks[1].bias):
-        parameter.grad = None
-    model.last.weight.grad = None
+    if step % 2:
+        model.zero_grad()
+        backward(model, step)
+        other.grad = one.grad
+        one.grad.mul_(0.3)
+    else:
+        one.grad, other.grad = other.grad, one.grad
 
 
 # ---- gradients are edited -------------------------------------------------------------------------------------------
@@ -416,43 +412,29 @@ def gradients_read_and_written_after_the_step(model: Any, optimizer: Any, step: 
 
 # ---- torch's own clipping and scaling -------------------------------------------------------------------------------
 
-Clip = Callable[[Any, int], Any]
 
-
-def clips(name: str = "", **facts: Any) -> Callable[[Clip], Clip]:
-    """Add the plainest iteration whose gradients are clipped by others than the optimizer."""
-
-    def add(clip: Clip) -> Clip:
-        between(name or clip.__name__, **{"speculates": False, "ignores": ("outcome",), **facts})(
-            lambda model, optimizer, step, run: clip(model, step)
-        )
-        return clip
-
-    return add
-
-
-@clips()
-def clipped_by_torch(model: Any, step: int) -> Tensor:
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     return clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=step % 2 == 1)
 
 
-@clips(speculates=True)
-def clipped_by_torch_rarely(model: Any, step: int) -> Tensor:
+@between(ignores=("outcome",))
+def clipped_by_torch_rarely(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     return clip_grad_norm_(model.parameters(), 0.5 if step == 2 else 1e6)
 
 
-@clips()
-def clipped_by_torch_twice(model: Any, step: int) -> list[Tensor]:
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_twice(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
     return [clip_grad_norm_(model.parameters(), limit) for limit in (2.0, 0.7)]
 
 
-@clips()
-def clipped_by_torch_per_layer(model: Any, step: int) -> list[Tensor]:
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_per_layer(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
     return [clip_grad_norm_(layer.parameters(), 0.3) for layer in (model.first, *model.blocks, model.last)]
 
 
-@clips()
-def clipped_by_torch_in_other_ways(model: Any, step: int) -> Tensor:
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_in_other_ways(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     match step:
         case 0:
             return clip_grad_norm_(model.parameters(), 1.0, foreach=False)
@@ -465,8 +447,8 @@ def clipped_by_torch_in_other_ways(model: Any, step: int) -> Tensor:
     return norm
 
 
-@clips()
-def clipped_by_hand(model: Any, step: int) -> Tensor:
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     norm = torch.stack([gradient.detach().float().norm() for gradient in gradients(model)]).norm()
     for gradient in gradients(model):
         gradient.mul_(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
@@ -847,20 +829,17 @@ def gradients_never_zeroed(model: Any, optimizer: Any, step: int, run: Run) -> N
 
 
 @after()
-def stepped_twice_with_the_same_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+def stepped_again_with_the_same_and_with_edited_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     read = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.step()
+    if step % 2:
+        model.blocks[0].weight.grad.mul_(0.5)
+        optimizer.param_groups[0]["lr"] = 0.005
+        optimizer.step()
+        model.blocks[1].weight.grad = None
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
     return read
-
-
-@after()
-def stepped_three_times_with_edits_in_between(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.blocks[0].weight.grad.mul_(0.5)
-    optimizer.param_groups[0]["lr"] = 0.005
-    optimizer.step()
-    model.blocks[1].weight.grad = None
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.01
 
 
 @program()
@@ -917,21 +896,13 @@ _micro_batches("micro_batches_of_changing_number_with_accumulate", lambda step: 
 
 
 @program()
-def micro_batches_all_within_accumulate(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """A wrong hint costs time, and nothing else."""
+def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """In some steps all within `accumulate()`: a wrong hint costs time, and nothing else."""
     optimizer.zero_grad()
     with run.accumulate() if step % 2 else contextlib.nullcontext():
-        backward(model, step)
-        backward(model, step, 1)
-    optimizer.step()
-
-
-@program()
-def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    for micro, uses in enumerate([(0, 1), (0,), (1,)]):
-        model.uses = uses if step % 2 else (0, 1)
-        backward(model, step, micro)
+        for micro, uses in enumerate([(0, 1), (0,), (1,)]):
+            model.uses = uses if step > 1 else (0, 1)
+            backward(model, step, micro)
     optimizer.step()
 
 

@@ -286,38 +286,32 @@ def test_data_of_kept_parameters_replaced_between_backward_and_step(layout: str,
 def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
     """The host makes the step, and values go straight into the parameters; then there is memory again."""
     device = HostSums(6)
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
-    with kept(optimizer, model, device, gpu_buckets=gpu_buckets) as scheduler:
-        for one, its in ((model, optimizer), (twin, plain)):
-            if first:  # its order becomes known, but there is no state yet
-                (loss_of(one, 0) * math.nan).backward()
-                its.step()
-                its.zero_grad()
-            else:
-                train(one, its, range(3))
-        if not first:
-            scheduler.place(gpu_buckets=0)  # so that all has to move again
-            scheduler.place(gpu_buckets=gpu_buckets)
-        loss_of(model, 5).backward()
-        scheduler._catch_up()
 
-        def full(*_: object) -> Tensor:
-            raise torch.OutOfMemoryError("planted")
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("planted")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "empty", full)
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        if first:  # its order becomes known, but there is no state yet
+            (loss_of(model, 0) * math.nan).backward()
             optimizer.step()
-        assert resident(scheduler) == 0
-        assert scheduler.placement.gpu_buckets == gpu_buckets // 2
-        assert "no memory left for the state" in caplog.text
-        optimizer.zero_grad()
-        loss_of(twin, 5).backward()
-        plain.step()
-        plain.zero_grad()
-        assert everything(model, optimizer) == everything(twin, plain)
-        for one, its in ((model, optimizer), (twin, plain)):
-            train(one, its, range(6, 8))
-    assert everything(model, optimizer) == everything(twin, plain)
+            optimizer.zero_grad()
+        else:
+            train(model, optimizer, range(3))
+        for count in (0, gpu_buckets) if scheduler is not None and not first else ():  # so that all has to move again
+            scheduler.place(gpu_buckets=count)
+        loss_of(model, 5).backward()
+        with monkeypatch.context() as patch:
+            if scheduler is not None:
+                scheduler._catch_up()
+                patch.setattr(device, "empty", full)
+            optimizer.step()
+        if scheduler is not None:
+            assert resident(scheduler) == 0
+            assert scheduler.placement.gpu_buckets == gpu_buckets // 2
+        train(model, optimizer, range(6, 8))
+
+    pair(story, device, lambda: mlp(torch.bfloat16), {"gpu_buckets": gpu_buckets})
+    assert "no memory left for the state" in caplog.text
 
 
 @pytest.mark.covering(1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -195,12 +194,3 @@ def train(
         loss(model, seed).backward()
         optimizer.step()
     optimizer.zero_grad()
-
-
-@contextmanager
-def changes_nothing(model: nn.Module, optimizer: SpeculativeCPUAdam) -> Iterator[None]:
-    """Check that parameters and state are afterwards what they were, bit for bit."""
-    before = everything(model, optimizer)
-    yield
-    optimizer.zero_grad()
-    assert everything(model, optimizer) == before
