@@ -185,12 +185,6 @@ class ScaleByWeight(torch.autograd.Function):
         return gradients[0] * ctx.weight.detach().norm(), None
 
 
-def trunk_and_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output of the first layer, and of two heads on it."""
-    trunk = model[:2](x)
-    return trunk, model[2:4](trunk), model[4:](trunk)
-
-
 # ---- one forward, one backward --------------------------------------------------------------------------------------
 
 
@@ -232,18 +226,6 @@ def parameters_outside_any_forward(run: Graph) -> None:
 
 
 @shape(mlp)
-def several_losses_in_one_call(run: Graph) -> None:
-    _, first, second = trunk_and_heads(run.model, run.inputs())
-    torch.autograd.backward([loss(first), loss(second)])
-
-
-@shape(mlp)
-def unused_branch(run: Graph) -> None:
-    chosen = run.model[:2] if run.seed % 2 else run.model[2:]
-    loss(chosen(run.inputs())).backward()
-
-
-@shape(mlp)
 def functional_with_detached_weights_of_one_layer(run: Graph) -> None:
     weights = {name: p.detach() if name.startswith("2") else p for name, p in run.model.named_parameters()}
     y = functional_call(run.model, weights, (run.inputs(),))
@@ -256,11 +238,6 @@ def weight_norm_and_spectral_norm(run: Graph) -> None:
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-@shape(mlp)
-def checkpoint_non_reentrant(run: Graph) -> None:
-    loss(checkpoint(run.model, run.inputs(), use_reentrant=False)).backward()
 
 
 @shape(mlp)
@@ -361,7 +338,8 @@ def saved_as_an_index(run: Graph) -> None:
 
 
 @shape(mlp)
-def backward_hooks_that_read_weights_of_later_layers(run: Graph) -> None:
+def hooks_that_read_weights(run: Graph) -> None:
+    """Those of later layers on the way back, and each gradient its own, as L2 regularisation does."""
     later = run.model[4].weight
 
     def scale(module: nn.Module, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -370,13 +348,6 @@ def backward_hooks_that_read_weights_of_later_layers(run: Graph) -> None:
     if run.once():
         run.model[0].register_full_backward_pre_hook(scale)
         run.model[2].register_full_backward_pre_hook(scale)
-    loss(run.model(run.inputs())).backward()
-
-
-@shape(mlp)
-def gradient_hooks_that_decay_their_weights(run: Graph) -> None:
-    """L2 regularisation as a hook on the gradient."""
-    if run.once():
         for parameter in run.model.parameters():
             parameter.register_hook(lambda gradient, parameter=parameter: gradient + 0.1 * parameter.detach())
     loss(run.model(run.inputs())).backward()
@@ -457,12 +428,15 @@ def backward_twice(run: Graph) -> None:
 
 
 @shape(mlp)
-def losses_one_by_one_over_a_detached_trunk(run: Graph) -> None:
+def several_losses_over_a_detached_trunk(run: Graph) -> None:
     """Memory-saving multi-task training: heads first, the trunk once, with the sum of their gradients."""
     trunk = run.model[:2](run.inputs())
     leaf = trunk.detach().requires_grad_()
-    loss(run.model[2:4](leaf)).backward()
-    loss(run.model[4:](leaf)).backward()
+    if run.seed % 2:
+        torch.autograd.backward([loss(run.model[2:4](leaf)), loss(run.model[4:](leaf))])
+    else:
+        loss(run.model[2:4](leaf)).backward()
+        loss(run.model[4:](leaf)).backward()
     trunk.backward(leaf.grad)
 
 
