@@ -125,20 +125,22 @@ METHODS: dict[str, tuple[Any, str]] = {
 }
 
 
-def check(device: str, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
-    """Train while something fails, and once it does not any more; it is logged once."""
+def check(device: str | None, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
+    """Train while something fails, with or without a scheduler, and once it does not any more; it is logged once."""
     failing.patch.setattr(telling, "_failed", set())
     bits_of_steps, state = expected()
     model = Net()
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-    options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
     exposed = optimizer.state  # so that every step updates it at once
-    with OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1, **options) as it:
+    scheduler: Any = contextlib.nullcontext()
+    if device is not None:
+        options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
+        options |= {"device": DEVICES[device](), "bucket_numel": 300, "num_threads": 1}
+        scheduler = OffloadScheduler(optimizer, model, **options)
+    with scheduler:
         for number in range(STEPS):
             failing.is_armed = 0 < number < STEPS - 1
             step(model, optimizer, number)
-            if failing.is_armed and isinstance(it._device, ImmediateDevice):
-                it._pipeline._idle()
             assert [bits(one) for one in model.parameters()] == bits_of_steps[number], number
         assert state_bits(optimizer) == state
         assert {key: len(value) for key, value in exposed.items()} == dict.fromkeys(model.parameters(), 4)
@@ -177,22 +179,11 @@ def test_no_listener_can_fail_a_step(name, monkeypatch, caplog):
     check("simulated", failing, caplog)
 
 
-@pytest.mark.parametrize("phase", ["resolve_seconds", "update_seconds"])
-def test_no_time_of_a_step_that_was_made_can_fail_it(phase, monkeypatch, caplog):
+@pytest.mark.parametrize(("phase", "device"), [("resolve_seconds", "thread"), ("update_seconds", None)])
+def test_no_time_of_a_step_that_was_made_can_fail_it(phase, device, monkeypatch, caplog):
     failing = Failing(monkeypatch, only=lambda transaction, name, begin: name == phase)
     failing.method(Transaction, "_spent")
-    if phase == "resolve_seconds":
-        check("thread", failing, caplog)
-    else:  # without a scheduler
-        monkeypatch.setattr(telling, "_failed", set())
-        model = Net()
-        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-        failing.is_armed = True
-        for number in range(STEPS):
-            step(model, optimizer, number)
-        assert state_bits(optimizer) == expected()[1]
-        assert len(caplog.records) == 1
-    assert failing.count > 1
+    check(device, failing, caplog)
 
 
 def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
