@@ -458,6 +458,8 @@ class OverlappedRun(RuleBasedStateMachine):
         """Load what was saved into a fresh model and optimizer, with a scheduler from before or after the loading."""
         file = io.BytesIO()
         old = self.ours
+        if any(name.startswith("extra") for name, _ in old.model.named_parameters()):
+            return  # an action has added a parameter that a fresh model would not have
         torch.save({"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}, file)
         self.plain.optimizer.state_dict()  # adopts what was written to parameters, as that of the other has
         file.seek(0)
