@@ -36,16 +36,13 @@ from support.programs import (
 )
 from support.visible import parameters_of
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from superadam import SpeculativeCPUAdam
 from superadam.step.transaction import Transaction
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread
-    pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
@@ -210,21 +207,13 @@ def nothing(model: Any, optimizer: Any, step: int, run: Run) -> None: ...
 
 
 @between()
-def all_gradients_dropped_by_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step in (1, 3):
-        optimizer.zero_grad()
-
-
-@between()
-def gradients_of_one_layer_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.blocks[step % 2].weight.grad = None
-    del model.blocks[step % 2].bias.grad
-
-
-@between()
-def gradients_set_to_zero(model: Any, optimizer: Any, step: int, run: Run) -> None:
+def gradients_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Those of one layer, or all of them, which may be zero instead."""
     if step % 2:
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=step == 1)
+    else:
+        model.blocks[step // 2].weight.grad = None
+        del model.blocks[step // 2].bias.grad
 
 
 @between()
@@ -235,19 +224,11 @@ def gradients_dropped_and_made_again(model: Any, optimizer: Any, step: int, run:
 
 @between()
 def gradients_taken_away_and_put_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """The very objects that `.grad` held count again."""
+    """The very objects that `.grad` held count again, also where others were made and dropped in between."""
     kept = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    for parameter, gradient in zip(model.parameters(), kept, strict=True):
-        parameter.grad = gradient
-
-
-@between(speculates=False)
-def gradients_of_another_batch_put_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """A gradient is kept, another one is made and dropped, and the first is put back."""
-    kept = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    backward(model, step, 1)
+    if step % 2:
+        backward(model, step, 1)
     for parameter, gradient in zip(model.parameters(), kept, strict=True):
         parameter.grad = gradient
 
@@ -261,20 +242,16 @@ def gradient_of_the_last_step_put_back(model: Any, optimizer: Any, step: int, ru
 
 
 @between()
-def gradients_exchanged_between_parameters(model: Any, optimizer: Any, step: int, run: Run) -> None:
+def gradients_exchanged_or_shared(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Both have the same gradient in the end, which is then written to once."""
     one, other = model.blocks[0].weight, model.blocks[1].weight
-    one.grad, other.grad = other.grad, one.grad
-
-
-@between(speculates=False)
-def gradient_of_one_given_to_another(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Both have the same gradient, which is then written to once."""
-    one, other = model.blocks[0].weight, model.blocks[1].weight
-    other.grad = one.grad
-    one.grad.mul_(0.3)
-    for parameter in (model.first.weight, model.first.bias, model.blocks[0].bias, model.blocks[1].bias):
-        parameter.grad = None
-    model.last.weight.grad = None
+    if step % 2:
+        model.zero_grad()
+        backward(model, step)
+        other.grad = one.grad
+        one.grad.mul_(0.3)
+    else:
+        one.grad, other.grad = other.grad, one.grad
 
 
 # ---- gradients are edited -------------------------------------------------------------------------------------------
@@ -293,16 +270,12 @@ def gradient_of_one_layer_edited_in_place(model: Any, optimizer: Any, step: int,
 
 
 @between()
-def elements_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
+def elements_and_views_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0].weight.grad[3] = 0.5
-    model.blocks[0].bias.grad[step] += 1
-    model.first.weight.grad[model.first.weight.grad.abs() < 0.1] = 0
-
-
-@between()
-def views_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0].weight.grad.view(-1)[3:99].zero_()
+    model.blocks[0].bias.grad[step] += 1
     model.blocks[1].weight.grad.t()[0].mul_(2)
+    model.first.weight.grad[model.first.weight.grad.abs() < 0.1] = 0
     model.first.bias.grad.chunk(2)[1].neg_()
     for row in model.last.weight.grad:
         row.div_(row.norm())
@@ -317,42 +290,16 @@ def gradients_written_through_data(model: Any, optimizer: Any, step: int, run: R
 
 
 @between(speculates=False)
-def gradients_clipped_by_value(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-
-
-@between()
-def gradients_multiplied_with_other_than_numbers_between_0_and_1(
-    model: Any, optimizer: Any, step: int, run: Run
-) -> None:
-    model.blocks[0].weight.grad.mul_(0.0)
-    model.blocks[1].weight.grad.mul_(-1.0)
-    model.first.weight.grad.mul_(3.0)
-    model.first.bias.grad.mul_(model.first.bias.grad)
-    model.blocks[0].bias.grad.zero_()
-
-
-@between(speculates=False)
 def gradients_scaled_twice_and_divided(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0].weight.grad.mul_(0.7).mul_(1.3)
     model.blocks[1].weight.grad.div_(3)
     model.first.weight.grad.mul_(2).div_(8)
     model.first.bias.grad /= 7
-    model.blocks[0].bias.grad *= torch.tensor(0.3)
-    model.blocks[1].bias.grad.neg_()
-
-
-@between()
-def gradients_scaled_by_a_tensor_that_changes_later(model: Any, optimizer: Any, step: int, run: Run) -> None:
     factor = torch.tensor(0.3)
-    model.blocks[0].weight.grad.mul_(factor)
+    model.blocks[0].bias.grad *= factor
     factor.fill_(100)
-
-
-@between(ignores=("outcome",), speculates=False)
-def gradients_scaled_by_one_factor(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step != 2:
-        torch._foreach_mul_(gradients(model), [0.37, 0.5][step % 2])
+    model.blocks[1].bias.grad.neg_()
+    model.last.weight.grad.mul_(model.last.weight.grad)
 
 
 @between()
@@ -387,12 +334,6 @@ def gradients_made_infinite(model: Any, optimizer: Any, step: int, run: Run) -> 
         model.blocks[0].weight.grad.mul_(math.nan)
 
 
-@between(torch=False, speculates=False)
-def step_with_gradients_that_are_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step % 2 == 1:
-        (loss_of(model, step) * math.inf).backward()
-
-
 @between(torch=False)
 def step_that_raises_where_gradients_are_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> str:
     if step % 2:
@@ -409,23 +350,11 @@ def step_that_raises_where_gradients_are_not_finite(model: Any, optimizer: Any, 
 
 @program(torch=False)
 def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Alone, and after one that is."""
     optimizer.zero_grad()
-    (loss_of(model, step) * [math.nan, 1.0, math.inf, 1.0][step]).backward()
+    for micro in range(1 + step // 2):
+        (loss_of(model, step, micro) * [math.nan, 1.0, [1.0, math.inf][micro], 1.0][step]).backward()
     optimizer.step()
-
-
-@between(speculates=False)
-def gradients_made_by_autograd_grad(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    parameters = list(model.parameters())
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss_of(model, step, 1), parameters), strict=True):
-        parameter.grad = gradient
-
-
-@between()
-def gradient_with_a_graph(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step % 2:
-        optimizer.zero_grad()
-        loss_of(model, step).backward(create_graph=True)
 
 
 # ---- gradients are read ---------------------------------------------------------------------------------------------
@@ -483,69 +412,54 @@ def gradients_read_and_written_after_the_step(model: Any, optimizer: Any, step: 
 
 # ---- torch's own clipping and scaling -------------------------------------------------------------------------------
 
-CLIPS: dict[str, Callable[[Any, int], Any]] = {
-    "clipped_by_torch": lambda model, step: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "clipped_by_torch_rarely": lambda model, step: torch.nn.utils.clip_grad_norm_(
-        model.parameters(), 0.5 if step == 2 else 1e6
-    ),
-    "clipped_by_torch_one_by_one": lambda model, step: torch.nn.utils.clip_grad_norm_(
-        model.parameters(), 1.0, foreach=False
-    ),
-    "clipped_by_torch_in_the_maximum_norm": lambda model, step: torch.nn.utils.clip_grad_norm_(
-        model.parameters(), 0.1, norm_type=math.inf
-    ),
-    "clipped_by_torch_in_the_1_norm": lambda model, step: torch.nn.utils.clip_grad_norm_(
-        model.parameters(), 10.0, norm_type=1
-    ),
-    "clipped_by_torch_twice": lambda model, step: [
-        torch.nn.utils.clip_grad_norm_(model.parameters(), limit) for limit in (2.0, 0.7)
-    ],
-    "clipped_by_torch_per_layer": lambda model, step: [
-        torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.3) for layer in (model.first, *model.blocks, model.last)
-    ],
-    "clipped_by_torch_if_finite": lambda model, step: torch.nn.utils.clip_grad_norm_(
-        model.parameters(), 1.0, error_if_nonfinite=True
-    ),
-}
+
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
+    return clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=step % 2 == 1)
 
 
-def clipped_in_two_parts(model: Any, step: int) -> Tensor:
+@between(ignores=("outcome",))
+def clipped_by_torch_rarely(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
+    return clip_grad_norm_(model.parameters(), 0.5 if step == 2 else 1e6)
+
+
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_twice(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
+    return [clip_grad_norm_(model.parameters(), limit) for limit in (2.0, 0.7)]
+
+
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_per_layer(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
+    return [clip_grad_norm_(layer.parameters(), 0.3) for layer in (model.first, *model.blocks, model.last)]
+
+
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_in_other_ways(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
+    match step:
+        case 0:
+            return clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        case 1:
+            return clip_grad_norm_(model.parameters(), 0.1, norm_type=math.inf)
+        case 2:
+            return clip_grad_norm_(model.parameters(), 10.0, norm_type=1)
     norm = torch.nn.utils.get_total_norm(gradients(model))
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
     return norm
 
 
-def clipped_by_hand(model: Any, step: int) -> Tensor:
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     norm = torch.stack([gradient.detach().float().norm() for gradient in gradients(model)]).norm()
     for gradient in gradients(model):
         gradient.mul_(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
     return norm
 
 
-CLIPS |= {one.__name__: one for one in (clipped_in_two_parts, clipped_by_hand)}
-
-
-for _name, _clip in CLIPS.items():
-    between(_name, speculates=_name == "clipped_by_torch_rarely", ignores=("outcome",))(
-        lambda model, optimizer, step, run, clip=_clip: clip(model, step)
-    )
-
-
-@between(torch=False, speculates=False, ignores=("outcome",))
-def clipped_by_torch_and_by_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    optimizer.max_grad_norm = 0.5 + step
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
-
-
 @between(torch=False)
 def clipped_by_the_optimizer_for_one_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return optimizer.clip_grad_norm_([math.inf, 1.0, 1e6][step % 3])
-
-
-@between(torch=False)
-def norm_asked_of_the_optimizer_and_of_torch(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    """Torch has the same norm, and the last of several limits counts."""
     norm = torch.nn.utils.get_total_norm(gradients(model))
-    return norm, optimizer.clip_grad_norm_(math.inf), optimizer.clip_grad_norm_(1e6)
+    return norm, optimizer.clip_grad_norm_(1e-3), optimizer.clip_grad_norm_([math.inf, 1.0, 1e6][step % 3])
 
 
 def scaler_of(run: Run) -> torch.amp.GradScaler:
@@ -566,15 +480,14 @@ def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bo
     norm = None
     if unscales:
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if clips else gradients(model)[0].norm()
+        norm = clip_grad_norm_(model.parameters(), 1.0) if clips else gradients(model)[0].norm()
     scaler.step(optimizer)
     scaler.update()
     return norm if step != 2 else None, scaler.get_scale(), None if unscales else loss.detach()
 
 
 for _name, _unscales, _clips, _micro in (
-    ("grad_scaler", lambda step: False, False, 1),
-    ("grad_scaler_unscaled", lambda step: True, False, 1),
+    ("grad_scaler_at_times_unscaled", lambda step: step % 2 == 1, False, 1),
     ("grad_scaler_unscaled_and_clipped", lambda step: True, True, 1),
     ("grad_scaler_over_micro_batches", lambda step: step % 2 == 0, False, 2),
 ):
@@ -636,16 +549,11 @@ def sharpness_aware_through_data(model: Any, optimizer: Any, step: int, run: Run
 
 @between(speculates=False)
 def weights_decayed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-
-
-@between(speculates=False)
-def weights_decayed_through_data(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """In some steps through `.data`."""
     for parameter in model.parameters():
-        parameter.data.mul_(0.9)
-    reload(optimizer)
+        (parameter.data if step % 2 else parameter.detach()).mul_(0.9)
+    if step % 2:
+        reload(optimizer)
 
 
 @between()
@@ -679,18 +587,15 @@ def weights_written_and_written_back(model: Any, optimizer: Any, step: int, run:
 
 @between()
 def weights_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step == 1:
-        run.kept["weights"] = copy.deepcopy(model.state_dict())
-    if step == 2:
-        model.load_state_dict(run.kept["weights"])
-
-
-@between()
-def weights_loaded_by_assignment_of_data(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step == 2:
-        for number, parameter in enumerate(model.parameters()):
-            parameter.data = 0.1 * noise(parameter, number)
-        reload(optimizer)
+    match step:
+        case 1:
+            run.kept["weights"] = copy.deepcopy(model.state_dict())
+        case 2:
+            model.load_state_dict(run.kept["weights"])
+        case 3:
+            for number, parameter in enumerate(model.parameters()):
+                parameter.data = 0.1 * noise(parameter, number)
+            reload(optimizer)
 
 
 @between()
@@ -700,25 +605,19 @@ def weights_stepped_by_somebody_else_too(model: Any, optimizer: Any, step: int, 
     run.kept["sgd"].step()
 
 
-@between(torch=False)
-def checkpoint_of_the_optimizer_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Without weights; masters, which would be the old weights again, are only in the state of bf16 ones everywhere."""
+@between(torch=False, steps=5)
+def checkpoints_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """The optimizer's alone, without masters, which would be the old weights again; then both."""
     if step == 1:
-        run.kept["state"] = copy.deepcopy(optimizer.state_dict())
-    if step == 2:
-        for i, entry in run.kept["state"]["state"].items():
-            if parameters_of(optimizer)[i].dtype in (torch.float32, torch.float64):
-                entry.pop("master", None)
-        optimizer.load_state_dict(run.kept["state"])
-
-
-@between(torch=False)
-def both_checkpoints_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step == 1:
-        run.kept["state"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    if step == 2:
-        weights, state = run.kept["state"]
-        model.load_state_dict(weights)
+        run.kept["saved"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    elif step in (2, 3):
+        weights, state = copy.deepcopy(run.kept["saved"])
+        if step == 2:
+            for i, entry in state["state"].items():
+                if parameters_of(optimizer)[i].dtype in (torch.float32, torch.float64):  # others have one everywhere
+                    entry.pop("master", None)
+        else:
+            model.load_state_dict(weights)
         optimizer.load_state_dict(state)
 
 
@@ -740,7 +639,7 @@ def averaged_weights_swapped_in_for_evaluation(model: Any, optimizer: Any, step:
 @between()
 def model_copied(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     """A copy has the old weights and the gradients, and trains on its own."""
-    twin = copy.deepcopy(model)
+    twin = pickle.loads(pickle.dumps(model)) if step % 2 else copy.deepcopy(model)
     read = [parameter.detach().clone() for parameter in twin.parameters()], [g.clone() for g in gradients(twin)]
     sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
     sgd.step()
@@ -748,12 +647,6 @@ def model_copied(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     backward(twin, step)
     sgd.step()
     return read, [parameter.detach().clone() for parameter in twin.parameters()]
-
-
-@between()
-def model_pickled(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    twin = pickle.loads(pickle.dumps(model))
-    return [parameter.detach() for parameter in twin.parameters()], gradients(twin)
 
 
 @between(torch=False, speculates=False)
@@ -810,16 +703,6 @@ def moments_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 @between(speculates=False)
-def moments_written_in_a_state_that_is_held(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """`optimizer.state` is read once, and not again in the steps to come."""
-    entry = run.kept.setdefault("state", optimizer.state).get(model.first.weight)
-    if entry and step % 2:
-        entry["exp_avg"] = entry["exp_avg"] * 0.5
-        entry["step"].add_(1)
-    return entry and entry["exp_avg_sq"].clone()
-
-
-@between(speculates=False)
 def state_assigned(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A copy of it, or the very one that it is."""
     state = optimizer.state
@@ -828,37 +711,45 @@ def state_assigned(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 @between()
-def state_of_one_parameter_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
+def state_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step == 2:
         del optimizer.state[model.first.weight]
-
-
-@between()
-def all_state_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step == 2:
+    if step == 3:
         optimizer.state.clear()
 
 
 # ---- hyper-parameters are changed -----------------------------------------------------------------------------------
 
 
-def _changes(name: str, change: Callable[[dict[str, Any], int], Any], **facts: Any) -> None:
-    def action(model: Any, optimizer: Any, step: int, run: Run) -> None:
-        if step % 2:
-            change(optimizer.param_groups[0], step)
+@between(steps=10)
+def hyper_parameters_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Another one in every other step."""
+    if step % 2:
+        number = run.kept["number"] = run.kept.get("number", -1) + 1
+        match number % 5:
+            case 0:
+                change = {"lr": 0.003 * step}
+            case 1:
+                change = {"betas": (0.5 + 0.04 * step, 0.99)}
+            case 2:
+                change = {"weight_decay": 0.2 * step}
+            case 3:
+                change = {"eps": 1e-3 * step}
+            case 4:
+                change = {"maximize": not optimizer.param_groups[0]["maximize"]}
+        optimizer.param_groups[0].update(change)
 
-    between(name, **facts)(action)
+
+@between(torch=False, admits_8bit=False)
+def amsgrad_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    if step % 2:
+        optimizer.param_groups[0]["amsgrad"] = not optimizer.param_groups[0]["amsgrad"]
 
 
-_changes("lr_changed", lambda group, step: group.update(lr=0.003 * step))
-_changes("betas_changed", lambda group, step: group.update(betas=(0.5 + 0.1 * step, 0.99)))
-_changes("weight_decay_changed", lambda group, step: group.update(weight_decay=0.2 * step))
-_changes("eps_changed", lambda group, step: group.update(eps=1e-3 * step))
-_changes(
-    "amsgrad_changed", lambda group, step: group.update(amsgrad=not group["amsgrad"]), torch=False, admits_8bit=False
-)
-_changes("maximize_changed", lambda group, step: group.update(maximize=not group["maximize"]))
-_changes("order_changed", lambda group, step: group["params"].reverse(), torch=False)
+@between(torch=False)
+def order_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    if step % 2:
+        optimizer.param_groups[0]["params"].reverse()
 
 
 @program(torch=False, speculates=False)
@@ -891,23 +782,6 @@ def lr_filled_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
 @between(torch=False, speculates=False)
 def limit_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.max_grad_norm = [None, 1.0, math.inf, 3.0][step]
-
-
-@between(speculates=False)
-def schedule_stepped_before_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if run.once():
-        run.kept["schedule"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8**epoch)
-    run.kept["schedule"].step()
-
-
-@program()
-def schedule_stepped_after_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if run.once():
-        run.kept["schedule"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=2 * STEPS)
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
-    run.kept["schedule"].step()
 
 
 @between(torch=False)
@@ -955,34 +829,24 @@ def gradients_zeroed_in_place(model: Any, optimizer: Any, step: int, run: Run) -
     optimizer.step()
 
 
-@program(torch=True)
+@program()
 def gradients_never_zeroed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     backward(model, step)
     optimizer.step()
 
 
-@program()
-def gradients_zeroed_after_the_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    backward(model, step)
-    optimizer.step()
-    model.zero_grad()
-
-
 @after()
-def stepped_twice_with_the_same_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+def stepped_again_with_the_same_and_with_edited_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     read = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.step()
+    if step % 2:
+        model.blocks[0].weight.grad.mul_(0.5)
+        optimizer.param_groups[0]["lr"] = 0.005
+        optimizer.step()
+        model.blocks[1].weight.grad = None
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
     return read
-
-
-@after()
-def stepped_three_times_with_edits_in_between(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.blocks[0].weight.grad.mul_(0.5)
-    optimizer.param_groups[0]["lr"] = 0.005
-    optimizer.step()
-    model.blocks[1].weight.grad = None
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.01
 
 
 @program()
@@ -1034,27 +898,18 @@ def _micro_batches(name: str, count: Callable[[int], int], *, is_hinted: bool) -
 
 
 _micro_batches("micro_batches", lambda step: 3, is_hinted=False)
-_micro_batches("micro_batches_with_accumulate", lambda step: 3, is_hinted=True)
 _micro_batches("micro_batches_of_changing_number", lambda step: [2, 1, 3, 2][step], is_hinted=False)
 _micro_batches("micro_batches_of_changing_number_with_accumulate", lambda step: [2, 1, 3, 2][step], is_hinted=True)
 
 
 @program()
-def micro_batches_all_within_accumulate(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """A wrong hint costs time, and nothing else."""
+def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """In some steps all within `accumulate()`: a wrong hint costs time, and nothing else."""
     optimizer.zero_grad()
     with run.accumulate() if step % 2 else contextlib.nullcontext():
-        backward(model, step)
-        backward(model, step, 1)
-    optimizer.step()
-
-
-@program()
-def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    for micro, uses in enumerate([(0, 1), (0,), (1,)]):
-        model.uses = uses if step % 2 else (0, 1)
-        backward(model, step, micro)
+        for micro, uses in enumerate([(0, 1), (0,), (1,)]):
+            model.uses = uses if step > 1 else (0, 1)
+            backward(model, step, micro)
     optimizer.step()
 
 
@@ -1071,25 +926,19 @@ def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, 
     return read
 
 
-def _retries(name: str, *, is_hinted: bool) -> None:
-    def retry(model: Any, optimizer: Any, step: int, run: Run) -> None:
-        """The backward of the last micro-batch fails half way, and is made again."""
-        optimizer.zero_grad()
-        with run.accumulate() if is_hinted else contextlib.nullcontext():
-            backward(model, step)
-        if step % 2:
-            model.fails_after = step // 2 % 2
-            with pytest.raises(PlantedError):
-                backward(model, step, 1)
-            model.fails_after = None
-        backward(model, step, 1)
-        optimizer.step()
-
-    program(name)(retry)
-
-
-_retries("last_micro_batch_retried", is_hinted=False)
-_retries("last_micro_batch_retried_with_accumulate", is_hinted=True)
+@program()
+def last_micro_batch_retried(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Its backward fails half way, and is made again."""
+    optimizer.zero_grad()
+    with run.accumulate() if step > 1 else contextlib.nullcontext():
+        backward(model, step)
+    if step % 2:
+        model.fails_after = step // 2
+        with pytest.raises(PlantedError):
+            backward(model, step, 1)
+        model.fails_after = None
+    backward(model, step, 1)
+    optimizer.step()
 
 
 # ---- exceptions -----------------------------------------------------------------------------------------------------
@@ -1103,13 +952,14 @@ def _hook_that_may_fail(model: Any, run: Run) -> None:
     model.blocks[0].weight.register_post_accumulate_grad_hook(fail)
 
 
-def _failure(where: str, ending: str) -> None:
-    """Add a program whose forward, backward or hook fails in every other step."""
+def _failure(where: str) -> None:
+    """Add a program whose forward, backward or hook fails in every other step, and which goes on in different ways."""
 
     def body(model: Any, optimizer: Any, step: int, run: Run) -> Any:
         if where == "a_later_hook" and run.once():
             _hook_that_may_fail(model, run)
         optimizer.zero_grad()
+        ending = ["goes on", "steps", "retries", "zeroes and retries"][step // 2] if step % 2 else "retries"
         if step % 2:
             model.uses = (0, 2) if where == "forward" else (0, 1)  # there is no third block
             model.fails_after = 0 if where == "backward" else None
@@ -1117,21 +967,19 @@ def _failure(where: str, ending: str) -> None:
             with pytest.raises((PlantedError, IndexError)):
                 backward(model, step)
             model.uses, model.fails_after, run.kept["fails"] = (0, 1), None, False
-            if ending == "goes_on":
-                return
-            if ending == "zeroes_and_retries":
-                optimizer.zero_grad()
-        if step % 2 == 0 or ending != "steps":
+        if ending == "zeroes and retries":
+            optimizer.zero_grad()
+        if ending.endswith("retries"):
             backward(model, step)
-        optimizer.step()
+        if ending != "goes on":
+            optimizer.step()
 
     prepares = {"prepare": _hook_that_may_fail} if where == "an_earlier_hook" else {}
-    program(f"failure_in_{where}_then_{ending}", **prepares)(body)
+    program(f"failure_in_{where}", steps=8, **prepares)(body)
 
 
 for _where in ("forward", "backward", "an_earlier_hook", "a_later_hook"):
-    for _ending in ("goes_on", "zeroes_and_retries", "retries", "steps"):
-        _failure(_where, _ending)
+    _failure(_where)
 
 
 @between()
@@ -1144,23 +992,19 @@ def exception_while_gradients_are_edited(model: Any, optimizer: Any, step: int, 
 
 @between(settings=OTHERS, torch=False)
 def exception_in_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """A hyper-parameter that is out of range raises; the step is made once it was mended."""
+    """A hyper-parameter that is out of range raises, or a hook before the step; it is made once that was mended."""
+
+    def fail(*_: Any) -> None:
+        raise PlantedError
+
     if step % 2:
         optimizer.param_groups[0]["lr"] = -1.0
         with pytest.raises(ValueError, match="lr"):
             optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.01
-
-
-@between(settings=OTHERS, torch=False)
-def exception_in_a_hook_before_the_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    def fail(*_: Any) -> None:
-        raise PlantedError
-
-    handle = optimizer.register_step_pre_hook(fail)
-    with pytest.raises(PlantedError):
-        optimizer.step()
-    handle.remove()
+    else:
+        with optimizer.register_step_pre_hook(fail), pytest.raises(PlantedError):
+            optimizer.step()
 
 
 # ---- gradients in memory that others hold ---------------------------------------------------------------------------
@@ -1282,10 +1126,9 @@ def storage_taken_away_and_given_back(model: Any, optimizer: Any, step: int, run
     for parameter in model.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
     gc.collect(1)
-    waste = [torch.full_like(one, math.nan) for one in kept]
+    run.kept["waste"] = [torch.full_like(one, math.nan) for one in kept]
     for parameter, value in zip(model.parameters(), kept, strict=True):
         parameter.data = value
-    assert waste
 
 
 @between(speculates=False)
@@ -1295,10 +1138,9 @@ def storage_freed_and_filled_again(model: Any, optimizer: Any, step: int, run: R
         storage, kept = parameter.untyped_storage(), parameter.data.clone()
         size = storage.nbytes()
         storage.resize_(0)
-        waste = torch.full_like(kept, math.nan)
+        run.kept["waste"] = torch.full_like(kept, math.nan)
         storage.resize_(size)
         parameter.data.copy_(kept)
-        assert waste.numel()
 
 
 @between(speculates=False)
@@ -1351,6 +1193,7 @@ def converted_for_good(model: Any, optimizer: Any, step: int, run: Run) -> None:
 @between()
 def converted_to_what_it_is(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Nothing is converted; torch sets `.grad.data` to itself all the same."""
+    gc.collect(1)
     for layer in model.children():
         layer.to(dtype_of(layer))
     model.to("cpu")
@@ -1359,25 +1202,19 @@ def converted_to_what_it_is(model: Any, optimizer: Any, step: int, run: Run) -> 
 
 @between(speculates=False)
 def blocks_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Their memory, or the modules."""
     one, other = model.blocks
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        mine.data, theirs.data = theirs.data, mine.data
-
-
-@between()
-def modules_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+    if step % 2:
+        model.blocks[0], model.blocks[1] = other, one
+    else:
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            mine.data, theirs.data = theirs.data, mine.data
 
 
 @between(speculates=False)
 def storage_moved_to_shared_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step in (1, 3):
         model.share_memory()
-
-
-@between()
-def garbage_collected(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    gc.collect(1)
 
 
 @between(torch=False)
@@ -1397,12 +1234,6 @@ def parameters_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None
 
 
 # ---- the scheduler itself -------------------------------------------------------------------------------------------
-
-
-@between()
-def scheduler_waits(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if run.scheduler is not None:
-        run.scheduler.synchronize()
 
 
 @between()
@@ -1433,18 +1264,19 @@ def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) 
 
 @between()
 def speculated_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """In some steps once the scheduler has nothing left to do."""
     if run.scheduler is not None:
+        if step > 1:
+            run.scheduler.synchronize()
         optimizer.speculate([model.blocks[0].weight] if step % 2 else None)
 
 
-@between(torch=False, speculates=False)
-def rolled_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.rollback()
-
-
 @between(torch=False)
-def committed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.commit()
+def committed_or_rolled_back_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    if step % 2:
+        optimizer.rollback()
+    else:
+        optimizer.commit()
 
 
 @between(torch=False, speculates=False)
@@ -1460,16 +1292,20 @@ for _name in (
     "checkpoint_saved",
     "addresses_of_gradients_read",
     "weights_decayed_by_hand",
-    "weights_decayed_through_data",
     "moments_written",
-    "checkpoint_of_the_optimizer_loaded",
-    "both_checkpoints_loaded",
-    "betas_changed",
+    "checkpoints_loaded",
+    "hyper_parameters_changed",
     "step_that_raises_where_gradients_are_not_finite",
     "storage_replaced",
     "rolled_back_and_speculated_again_by_hand",
 ):
     after(f"{_name}_after_the_step", torch=False)(ACTIONS[_name])
+
+
+# Passes that fold an accepted step into the state need its largest second moments where the new one does not.
+after("amsgrad_changed_after_the_step", torch=False, admits_8bit=False, steps=6, settings=PATCHED[:1])(
+    ACTIONS["amsgrad_changed"]
+)
 
 
 # ---- the tests ------------------------------------------------------------------------------------------------------

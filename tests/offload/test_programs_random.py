@@ -12,9 +12,10 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,20 +35,17 @@ from superadam.devices.flat import FlatLayout
 from superadam.handles.gradient_handle import taken_of
 from superadam.offload import accumulation
 from superadam.offload.scheduler import OffloadScheduler
-from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),  # a hang fails with the stack of every thread
-    pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
-    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
-    max_examples=10_000 if DEEP else 60,
+    max_examples=10_000 if DEEP else 48,
     stateful_step_count=8,
     suppress_health_check=list(HealthCheck),
 )
@@ -73,9 +71,9 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(24)
         self.blocks = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
         self.last = nn.Linear(24, 16, bias=False)
-        self.wide = nn.Linear(24, 200)
-        self.late = nn.Linear(24, 24)
-        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.wide = nn.Linear(24, 200, bias=False)
+        self.late = nn.Linear(24, 24, bias=False)
+        self.frozen = nn.Linear(24, 24, bias=False).requires_grad_(False)
         self.uses: tuple[int, ...] = (0, 1)
         self.uses_late = False
         self.error: BaseException | None = None
@@ -183,22 +181,6 @@ class Twin:
             return type(error).__name__
 
 
-def build(
-    dtype: torch.dtype, limit: float | None, lr: float, storage: dict[str, str], *, is_mixed: bool, kind: Any
-) -> Twin:
-    """Return a model and its optimizer, with two groups."""
-    model = Model(dtype, 0, is_mixed=is_mixed)
-    early = [parameter for name, parameter in model.named_parameters() if not name.startswith("late")]
-    matrices = [p for p in early if p.ndim == 2]
-    others = [p for p in early if p.ndim != 2]
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": others, "lr": 0.3 * lr, "amsgrad": storage["moments"] != "8bit"},
-    ]
-    optimizer = kind(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit, **storage)
-    return Twin(model, optimizer, storage["moments"] != "8bit")
-
-
 def has_gradients(optimizer: SpeculativeCPUAdam) -> bool:
     """Whether any parameter has a gradient; a GradScaler raises where none has."""
     return any(parameter.grad is not None for parameter in parameters_of(optimizer))
@@ -265,6 +247,9 @@ ITERATIONS = st.builds(
 )
 
 
+COUNTS: collections.Counter[str] = collections.Counter()
+
+
 class OverlappedRun(RuleBasedStateMachine):
     """Whatever happens to both twins, they stay bitwise equal."""
 
@@ -279,45 +264,41 @@ class OverlappedRun(RuleBasedStateMachine):
     )
 
     @initialize(
-        dtype=st.sampled_from([torch.float32, *4 * [torch.bfloat16], torch.float16, torch.float64]),
-        is_mixed=usually(False, True),
-        limit=st.sampled_from([math.inf, None, 3e4, 1.0, 1e-4, 1e-4]),
-        lr=st.sampled_from([1e-2, 1e-5, 1e-5]),
-        bucket_numel=st.sampled_from([1, 100, 1000, 10**6]),
-        seed=SEEDS,
-        widens=st.booleans(),
-        gpu_buckets=st.sampled_from([0, 0, 1, 2, 10**6]),
-        pause=st.sampled_from([0, 1]),
-        kind=st.sampled_from([SpeculativeCPUAdamW, SpeculativeCPUAdam]),
-        moments=st.sampled_from(["fp32", "bf16", "8bit"]),
-        master=st.sampled_from(["fp32", "24bit"]),
+        drawn=st.builds(
+            SimpleNamespace,
+            dtype=st.sampled_from([torch.float32, *4 * [torch.bfloat16], torch.float16, torch.float64]),
+            is_mixed=usually(False, True),
+            limit=st.sampled_from([math.inf, None, 3e4, 1.0, 1e-4, 1e-4]),
+            lr=st.sampled_from([1e-2, 1e-5, 1e-5]),
+            bucket_numel=st.sampled_from([1, 100, 1000, 10**6]),
+            seed=SEEDS,
+            transfer_dtype=st.sampled_from(["auto", torch.float32]),
+            gpu_buckets=st.sampled_from([0, 0, 1, 2, 10**6]),
+            pause=st.sampled_from([0, 1]),
+            kind=st.sampled_from([SpeculativeCPUAdamW, SpeculativeCPUAdam]),
+            moments=st.sampled_from(["fp32", "bf16", "8bit"]),
+            master=st.sampled_from(["fp32", "24bit"]),
+        )
     )
-    def start(
-        self,
-        dtype: torch.dtype,
-        is_mixed: bool,
-        limit: float | None,
-        lr: float,
-        bucket_numel: int,
-        seed: int,
-        widens: bool,
-        gpu_buckets: int,
-        pause: int,
-        kind: Any,
-        moments: str,
-        master: str,
-    ) -> None:
-        self.pause, accumulation.PAUSE_STEPS = accumulation.PAUSE_STEPS, pause  # schedules are short
-        self.dtype, self.is_mixed, self.seed = dtype, is_mixed and dtype != torch.float32, seed
-        self.gpu_buckets, self.lr = gpu_buckets, lr
-        self.options: dict[str, Any] = {
-            "bucket_numel": bucket_numel,
-            "transfer_dtype": torch.float32 if widens else "auto",
-        }
-        self.storage = {"moments": moments, "master": master}
-        self.plain = build(dtype, limit, lr, self.storage, is_mixed=self.is_mixed, kind=kind)
-        self.ours = build(dtype, limit, lr, self.storage, is_mixed=self.is_mixed, kind=kind)
+    def start(self, drawn: Any) -> None:
+        self.pause, accumulation.PAUSE_STEPS = accumulation.PAUSE_STEPS, drawn.pause  # schedules are short
+        self.drawn, self.dtype, self.seed = drawn, drawn.dtype, drawn.seed
+        self.is_mixed = drawn.is_mixed and drawn.dtype != torch.float32
+        self.storage = {"moments": drawn.moments, "master": drawn.master}
+        self.plain, self.ours = (self.build() for _ in range(2))
         self.open_scheduler()
+
+    def build(self) -> Twin:
+        """Return a model and its optimizer, with two groups."""
+        drawn, admits_amsgrad = self.drawn, self.drawn.moments != "8bit"
+        model = Model(self.dtype, 0, is_mixed=self.is_mixed)
+        early = [parameter for name, parameter in model.named_parameters() if not name.startswith("late")]
+        groups = [
+            {"params": [p for p in early if p.ndim == 2], "weight_decay": 0.1},
+            {"params": [p for p in early if p.ndim != 2], "lr": 0.3 * drawn.lr, "amsgrad": admits_amsgrad},
+        ]
+        optimizer = drawn.kind(groups, lr=drawn.lr, weight_decay=0.0, max_grad_norm=drawn.limit, **self.storage)
+        return Twin(model, optimizer, admits_amsgrad)
 
     @property
     def twins(self) -> tuple[Twin, Twin]:
@@ -326,19 +307,24 @@ class OverlappedRun(RuleBasedStateMachine):
     def open_scheduler(self) -> None:
         self.seed += 1
         device = self.devices[self.seed % len(self.devices)](self.seed)
-        can_keep = device.can_update
-        gpu_buckets = self.gpu_buckets if can_keep else "auto"
         self.ours.scheduler = OffloadScheduler(
-            self.ours.optimizer, self.ours.model, device=device, gpu_buckets=gpu_buckets, **self.options
+            self.ours.optimizer,
+            self.ours.model,
+            device=device,
+            bucket_numel=self.drawn.bucket_numel,
+            transfer_dtype=self.drawn.transfer_dtype,
+            gpu_buckets=self.drawn.gpu_buckets if device.can_update else "auto",
         )
 
     def close_scheduler(self) -> None:
         assert self.ours.scheduler is not None
         self.ours.scheduler.close()
+        for counted in (self.ours.scheduler.statistics, self.ours.optimizer.statistics):
+            COUNTS.update({name: int(count) for name, count in asdict(counted).items()})
 
     # ---- iterations --------------------------------------------------------------------------------------------------
 
-    @rule(iteration=ITERATIONS, plain_ones_before=st.integers(0, 2))
+    @rule(iteration=ITERATIONS, plain_ones_before=st.integers(0, 1))
     def train(self, iteration: Iteration, plain_ones_before: int) -> None:
         """Make iterations, the last of which is special."""
         for number in range(plain_ones_before):
@@ -472,6 +458,8 @@ class OverlappedRun(RuleBasedStateMachine):
         """Load what was saved into a fresh model and optimizer, with a scheduler from before or after the loading."""
         file = io.BytesIO()
         old = self.ours
+        if any(name.startswith("extra") for name, _ in old.model.named_parameters()):
+            return  # an action has added a parameter that a fresh model would not have
         torch.save({"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}, file)
         self.plain.optimizer.state_dict()  # adopts what was written to parameters, as that of the other has
         file.seek(0)
@@ -488,7 +476,7 @@ class OverlappedRun(RuleBasedStateMachine):
             fresh[other] = parameter
         groups = [{"params": [fresh[one] for one in group["params"]]} for group in old.optimizer.param_groups]
         limit = old.optimizer.max_grad_norm
-        optimizer = type(old.optimizer)(groups, lr=self.lr, weight_decay=0.0, max_grad_norm=limit, **self.storage)
+        optimizer = type(old.optimizer)(groups, lr=self.drawn.lr, weight_decay=0.0, max_grad_norm=limit, **self.storage)
         self.ours = Twin(model, optimizer, self.ours.admits_amsgrad)
         if before:
             self.open_scheduler()
@@ -579,27 +567,12 @@ def seen_of(gradient: Tensor | None) -> Any:
     return None if gradient is None else [gradient.stride(), bits(gradient)]
 
 
-def test_any_program_has_the_bits_of_the_plain_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_program_has_the_bits_of_the_plain_run() -> None:
     """And not because nothing was speculated on."""
-    counts: collections.Counter[str] = collections.Counter()
-    original, original_patch = OffloadScheduler.close, Transaction._patch
-
-    def close(self: OffloadScheduler) -> None:
-        if not self._closed:
-            original(self)
-            for counted in (self.statistics, self.optimizer.statistics):
-                counts.update({name: int(count) for name, count in asdict(counted).items()})
-
-    def patch(self: Transaction, parts: Sequence[Any]) -> bool:
-        is_patched = original_patch(self, parts)
-        counts["patched_steps"] += is_patched and bool(parts)
-        return is_patched
-
-    monkeypatch.setattr(OffloadScheduler, "close", close)
-    monkeypatch.setattr(Transaction, "_patch", patch)
+    COUNTS.clear()
     run_state_machine_as_test(OverlappedRun, settings=MACHINE)
     schedules = MACHINE.max_examples
     for name in ("resident_buckets", "waiting_buckets", "accepted", "respeculated", "dropped"):
-        assert counts[name] > schedules // 5, counts
-    assert counts["given_back_gradients"] > schedules, counts
-    assert counts["patched_steps"] > schedules // 40, counts
+        assert COUNTS[name] > schedules // 5, COUNTS
+    assert COUNTS["given_back_gradients"] > schedules, COUNTS
+    assert COUNTS["patched"] > schedules // 4, COUNTS

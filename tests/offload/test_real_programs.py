@@ -10,14 +10,13 @@ import copy
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import programs
-from support.overlap import ThreadDevice
-from support.programs import EAGER, Program, Setting, differences, frozen, in_settings, state_of
+from support.programs import Program, Setting, differences, frozen, in_settings, state_of
 from support.visible import parameters_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -25,10 +24,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
-
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.devices import Device
-from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread
@@ -127,96 +122,59 @@ def rendered(run: Run, points: Any, step: int) -> Tensor:
     return (weights @ points["colors"]).float().sub(1).square().mean() * 100
 
 
-def replace(points: Any, optimizers: dict[str, Any], change: Callable[[str, Tensor], Tensor], state: Any) -> None:
-    """Give every optimizer changed parameters, with the state of the old ones changed likewise."""
-    for key, optimizer in optimizers.items():
-        for group in optimizer.param_groups:
-            if group.get("name", key) != key:
-                continue
-            (old,) = group["params"]
-            new = nn.Parameter(change(key, old.detach()))
-            entry = optimizer.state[old]
-            del optimizer.state[old]
-            for name in entry:
-                if name != "step":
-                    entry[name] = state(name, entry[name])
-            group["params"] = [new]
-            optimizer.state[new] = entry
-            points[key] = new
-
-
-def densify(points: Any, optimizers: dict[str, Any], sizes: Tensor) -> None:
-    """Duplicate the 64 points with the largest gradients; the copies have no history."""
-    top = sizes.argsort(descending=True, stable=True)[:64]
-    replace(
-        points,
-        optimizers,
-        lambda key, p: torch.cat([p, p[top]]),
-        lambda name, value: torch.cat([value, torch.zeros((64, *value.shape[1:]), dtype=value.dtype)]),
-    )
-
-
-def prune(points: Any, optimizers: dict[str, Any]) -> None:
-    """Drop the 64 points that are the most transparent."""
-    opaque = points["opacities"].detach().squeeze(-1).argsort(descending=True, stable=True)[:-64]
-    replace(points, optimizers, lambda key, p: p[opaque], lambda name, value: value[opaque])
-
-
-def reset_opacities(points: Any, optimizers: dict[str, Any]) -> None:
-    """Make all points rather transparent, and forget how they came to be otherwise."""
-    only = {"opacities": optimizers["opacities"]}
-    replace(points, only, lambda key, p: p.clamp(max=-1.0), lambda name, value: torch.zeros_like(value))
-
-
-def check_masters(optimizers: Iterable[Any]) -> None:
-    """Masters, which these programs know nothing of, are those of the new parameters."""
-    for optimizer in optimizers:
-        for p in parameters_of(optimizer):
-            master = optimizer.state[p].get("master", p)
-            assert frozen(master.to(p.dtype)) == frozen(p.detach())
-
-
-def splat(run: Run, points: Any, optimizers: dict[str, Any]) -> None:
-    """Train points that are duplicated, dropped and reset on the way."""
-    sizes = torch.zeros(len(points["means"]))
-    for step in range(8):
-        loss = rendered(run, points, step)
-        loss.backward()
-        with torch.no_grad():
-            sizes += points["means"].grad.float().norm(dim=-1)
-        for optimizer in set(optimizers.values()):
-            optimizer.step()
-            optimizer.zero_grad()
-        if step == 2:
-            densify(points, optimizers, sizes)
-            sizes = torch.zeros(len(points["means"]))
-        elif step == 4:
-            prune(points, optimizers)
-            sizes = torch.zeros(len(points["means"]))
-        elif step == 5:
-            reset_opacities(points, optimizers)
-        check_masters(set(optimizers.values()))
-        run.see(loss)
-    assert len(points["means"]) == 128
+def replace(
+    points: Any, optimizer: Any, change: Callable[[str, Tensor], Tensor], state: Callable[[Tensor], Tensor]
+) -> None:
+    """Give the optimizer changed parameters, with the state of the old ones changed likewise."""
+    for group in optimizer.param_groups:
+        key, (old,) = group["name"], group["params"]
+        new = nn.Parameter(change(key, old.detach()))
+        entry = optimizer.state[old]
+        del optimizer.state[old]
+        for name in entry.keys() - {"step"}:
+            entry[name] = state(entry[name])
+        group["params"] = [new]
+        optimizer.state[new] = entry
+        points[key] = new
 
 
 @program()
-def gaussian_splatting_with_groups(run: Run) -> None:
+def gaussian_splatting(run: Run) -> None:
+    """Points are duplicated, dropped and reset on the way."""
     points = gaussians(run)
     groups = [{"params": [p], "lr": 0.01 * (n + 1), "name": key} for n, (key, p) in enumerate(points.items())]
     optimizer = run.adamw(groups, eps=1e-15)
+    sizes = torch.zeros(128)
     with run.overlap(optimizer, points):
-        splat(run, points, dict.fromkeys(points, optimizer))
-
-
-@program()
-def gaussian_splatting_with_an_optimizer_for_each_parameter(run: Run) -> None:
-    points = gaussians(run)
-    optimizers = {key: run.adamw([{"params": p, "name": key}], eps=1e-15) for key, p in points.items()}
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers.values():
-            stack.enter_context(run.overlap(optimizer, points))
-        splat(run, points, optimizers)
+        for step in range(8):
+            loss = rendered(run, points, step)
+            loss.backward()
+            sizes += points["means"].grad.float().norm(dim=-1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:  # the 64 points with the largest gradients get copies without a history
+                top = sizes.argsort(descending=True, stable=True)[:64]
+                replace(
+                    points,
+                    optimizer,
+                    lambda key, p: torch.cat([p, p[top]]),  # noqa: B023
+                    lambda value: torch.cat([value, torch.zeros_like(value[:64])]),
+                )
+                sizes = torch.zeros(192)
+            elif step == 4:  # the 64 points that are the most transparent go
+                kept = points["opacities"].detach().squeeze(-1).argsort(descending=True, stable=True)[:-64]
+                replace(points, optimizer, lambda key, p: p[kept], lambda value: value[kept])  # noqa: B023
+                sizes = torch.zeros(128)
+            elif step == 5:  # all points become rather transparent, and forget how they came to be otherwise
+                replace(
+                    points,
+                    optimizer,
+                    lambda key, p: p.clamp(max=-1.0) if key == "opacities" else p + 0,
+                    torch.zeros_like,
+                )
+            for p in points.values():  # masters, which the program knows nothing of, are those of the new parameters
+                assert frozen(optimizer.state[p].get("master", p).to(p.dtype)) == frozen(p.detach())
+            run.see(loss)
 
 
 # ---- steps within backward ------------------------------------------------------------------------------------------
@@ -253,23 +211,6 @@ def optimizers_in_backward(run: Run) -> None:
 @program()
 def optimizers_in_backward_after_their_schedulers(run: Run) -> None:
     step_in_backward(run, run.mlp(16, 64, 16), hooks_are_first=False)
-
-
-@pytest.mark.parametrize("device", [ThreadDevice, lambda: SimulatedDevice(3)], ids=["thread", "simulated"])
-def test_one_optimizer_with_a_scheduler_has_the_bits_of_optimizers_in_backward(device: Callable[[], Device]) -> None:
-    """So a loop that steps in backward to save memory may clip again, and keep the rest as it is."""
-    run = Run(EAGER.plain)
-    models = run.mlp(16, 64, 16), run.mlp(16, 64, 16)
-    step_in_backward(run, models[0], hooks_are_first=True)
-    optimizer = SpeculativeCPUAdamW(models[1].parameters(), lr=0.01, weight_decay=0.1)
-    with OffloadScheduler(optimizer, models[1], device=device(), bucket_numel=1000):
-        for step in range(4):
-            run.loss(models[1], step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert frozen(models[1].state_dict()) == frozen(models[0].state_dict())
-    for position, parameter in enumerate(models[1].parameters()):
-        assert frozen(optimizer.state[parameter]) == frozen(state_of(run.optimizers[position])[0])
 
 
 # ---- reinforcement learning -----------------------------------------------------------------------------------------
@@ -344,38 +285,18 @@ def stochastic_weight_averaging(run: Run) -> None:
 # ---- gradients between backward and step ----------------------------------------------------------------------------
 
 
-class Replica(nn.Module):
-    """A model that says when its gradients would not be exchanged, as DistributedDataParallel does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.exchanges = module, True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.exchanges = False
-        yield
-        self.exchanges = True
-
-
 @program(speculates=False)
 def accumulation_weighted_by_tokens(run: Run) -> None:
     """Sums of losses are divided by the number of tokens of all micro-batches, which is known after the last one."""
-    model = Replica(run.mlp(16, 64, 64))
+    model = run.mlp(16, 64, 64)
     optimizer = run.adamw(model.parameters())
     with run.overlap(optimizer, model):
         for step in range(5):
             tokens = 0
             lengths = [(3, 8, 5), (8,), (2, 6)][step % 3]
             for micro, length in enumerate(lengths):
-                is_last = micro == len(lengths) - 1
-                with contextlib.nullcontext() if is_last else model.no_sync():
-                    targets = torch.arange(length) * 7 % 64
-                    logits = model(run.data(10 * step + micro, length, 16)).float()
-                    cross_entropy(logits, targets, reduction="sum").backward()
+                logits = model(run.data(10 * step + micro, length, 16)).float()
+                cross_entropy(logits, torch.arange(length) * 7 % 64, reduction="sum").backward()
                 tokens += length
             for parameter in model.parameters():
                 parameter.grad.div_(tokens)
@@ -403,29 +324,24 @@ def gradients_noised_and_clipped_by_value_and_by_norm(run: Run) -> None:
             optimizer.step()
 
 
-def centralize(run: Run, attach: Callable[[nn.Parameter], None], *, after_the_scheduler: bool = False) -> None:
-    model = run.mlp(16, 64, 64, 16)
-    optimizer = run.adamw(model.parameters())
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    for parameter in () if after_the_scheduler else matrices:
-        attach(parameter)
-    with run.overlap(optimizer, model):
-        for parameter in matrices if after_the_scheduler else ():
-            attach(parameter)
-        for step in range(4):
-            optimizer.zero_grad()
-            run.loss(model, step).backward()
-            run.see([parameter.grad.float().mean(-1) for parameter in matrices])
-            optimizer.step()
-
-
 @program()
-def gradients_centralized_in_place(run: Run) -> None:
+def gradients_centralized_by_hooks(run: Run) -> None:
+    """Of the second layer by a hook that was registered before the scheduler's, of others by later ones."""
+
     def subtract(parameter: Any) -> None:
         parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
 
-    for late in (False, True):
-        centralize(run, lambda p: p.register_post_accumulate_grad_hook(subtract), after_the_scheduler=late)
+    model = run.mlp(16, 64, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    model[2].weight.register_post_accumulate_grad_hook(subtract)
+    with run.overlap(optimizer, model):
+        for layer in (model[0], model[4]):
+            layer.weight.register_post_accumulate_grad_hook(subtract)
+        for step in range(4):
+            optimizer.zero_grad()
+            run.loss(model, step).backward()
+            run.see([parameter.grad.float().mean(-1) for parameter in model.parameters()])
+            optimizer.step()
 
 
 # ---- gradients made by the program ----------------------------------------------------------------------------------
@@ -631,7 +547,7 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.default_generator.manual_seed(7)
-        self.embedding, self.blocks = nn.Embedding(64, 64), nn.ModuleList([Block(), Block()])
+        self.embedding, self.blocks = nn.Embedding(64, 64), nn.ModuleList([Block()])
         self.norm = nn.LayerNorm(64)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -647,9 +563,9 @@ class Pretraining:
     def __init__(self, run: Run) -> None:
         self.run, self.step = run, 0
         self.model = Decoder().to(run.dtype)
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (0.0, 0.1)]
+        for parameter in self.model.parameters():
+            groups[parameter.dim() > 1]["params"].append(parameter)
         self.optimizer = run.adamw(groups, lr=0.0, betas=(0.9, 0.95))
         self.generator = torch.Generator().manual_seed(5)
 
@@ -671,7 +587,7 @@ class Pretraining:
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
             self.run.see(norm)
-            if self.step % 3 == 0:
+            if self.step % 2 == 0:
                 self.evaluate()
 
     @torch.no_grad()
@@ -697,13 +613,13 @@ class Pretraining:
 def pretraining_saved_and_resumed(run: Run) -> None:
     first = Pretraining(run)
     with run.overlap(first.optimizer, first.model):
-        first.train(3)
+        first.train(2)
         saved = through_a_file(first.state_dict())
-        first.train(6)
+        first.train(4)
     second = Pretraining(run)
     with run.overlap(second.optimizer, second.model):
         second.load_state_dict(saved)
-        second.train(6)
+        second.train(4)
     assert frozen(second.model.state_dict()) == frozen(first.model.state_dict())
     assert frozen(state_of(second.optimizer)) == frozen(state_of(first.optimizer))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import weakref
@@ -10,11 +9,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.overlap import ImmediateWorker, PlantedError, ThreadDevice, adam, everything, loss_of, mlp, train, twins
-from support.reference import Synchronous, flat, same_bits
+from support.overlap import (
+    ImmediateWorker,
+    PlantedError,
+    ThreadDevice,
+    adam,
+    eager,
+    everything,
+    fail_at,
+    loss_of,
+    mlp,
+    train,
+    twins,
+)
+from support.programs import Story, both
 from support.visible import bits, shown
 from torch import Tensor, nn
 
@@ -24,7 +34,6 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import WorkerError
 from superadam.handles.taken_gradient import TakenGradient
-from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.pipeline import Pipeline
 from superadam.state.parameter import ParameterState
 from superadam.state.resident import ResidentStates
@@ -75,13 +84,6 @@ def host_copies_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     return iter(())
 
 
-def check_statistics(scheduler: OffloadScheduler, *, has_failed: bool = False) -> None:
-    """Check that what was speculated on has a fate; a worker that failed leaves buckets that it never looked at."""
-    counts, fates = scheduler.statistics, scheduler.optimizer.statistics
-    assert counts.speculated_buckets >= 0
-    assert has_failed or fates.accepted + fates.respeculated + fates.dropped >= counts.speculated_buckets
-
-
 # ---- one story at a time ---------------------------------------------------------------------------------------------
 
 
@@ -110,24 +112,18 @@ class Threaded(ThreadDevice):
         return packed
 
 
-SIMULATED: dict[str, Callable[[], HostSums]] = {
+DEVICES: dict[str, Callable[[], Device]] = {
     "at once": lambda: AtOnce(1, 1.0),
     "lazy": lambda: HostSums(2, 0.0),
     "hasty": lambda: HostSums(3, 0.8),
+    "thread": Threaded,
 }
-DEVICES: dict[str, Callable[[], Device]] = {**SIMULATED, "thread": Threaded}
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Device:
     """Return devices on which things happen at different times."""
     return DEVICES[request.param]()
-
-
-@pytest.fixture(params=SIMULATED)
-def simulated(request: pytest.FixtureRequest) -> HostSums:
-    """Return those of them that know what memory is in use."""
-    return SIMULATED[request.param]()
 
 
 def has_memory_in_use(device: Device) -> bool:
@@ -144,40 +140,22 @@ def kept(
 
 
 def pair(
-    story: Callable[[nn.Module, SpeculativeCPUAdam, OffloadScheduler | None], None],
+    story: Story,
     device: Device,
     make: Callable[[], nn.Module] = mlp,
     scheduled: dict[str, Any] | None = None,
-    *,
-    keeps: bool = True,
-    **options: Any,
 ) -> OffloadScheduler:
-    """Run a story with kept buckets and without a scheduler; check that bits and outcomes agree."""
-    model, optimizer, twin, plain = twins(make, **options)
-    with kept(optimizer, model, device, **(scheduled or {})) as scheduler:
-        story(model, optimizer, scheduler)
-        optimizer.zero_grad()
-        assert (scheduler.statistics.resident_buckets > 0) == keeps
-    story(twin, plain, None)
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
-    one, other = optimizer.last_outcome, plain.last_outcome
-    assert one == other or (one is not None and other is not None and one.kind is other.kind is StepKind.SKIPPED)
-    assert optimizer.statistics.steps == plain.statistics.steps
-    check_statistics(scheduler)
+    """Tell a story with kept buckets and without a scheduler; check that bits and outcomes agree."""
+    scheduler = both(story, {"bucket_numel": 70, "gpu_buckets": ALL, "device": device, **(scheduled or {})}, make)
+    assert scheduler.statistics.resident_buckets > 0
     assert not has_memory_in_use(device)
     return scheduler
 
 
-def held(scheduler: OffloadScheduler) -> list[ParameterState]:
-    """Return whose state is on the device."""
-    assert isinstance(scheduler._resident, ResidentStates)
-    return list(scheduler._resident._held)
-
-
 def resident(scheduler: OffloadScheduler) -> int:
     """Return how many parameters have their state on the device."""
-    return len(held(scheduler))
+    assert isinstance(scheduler._resident, ResidentStates)
+    return len(scheduler._resident._held)
 
 
 @pytest.mark.covering(1)
@@ -197,7 +175,7 @@ def test_buckets_on_the_device_have_the_bits_of_none(dtype: torch.dtype, gpu_buc
 
 
 def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: Device) -> None:
-    def reading(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+    def reading(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
         seen = []
         for seed in range(5):
             optimizer.zero_grad()
@@ -208,11 +186,9 @@ def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: De
             optimizer.step()
             if seed % 2 == 0:
                 seen.append([bits(optimizer.state[p]["exp_avg_sq"]) for p in model.parameters()])
-        results.append(seen)
+        return seen
 
-    results: list[list[Any]] = []
     pair(reading, device)
-    assert results[0] == results[1]
 
 
 @pytest.mark.covering(1)
@@ -247,7 +223,6 @@ def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None
             assert not optimizer.state
             assert not has_memory_in_use(device)
         assert scheduler.statistics.resident_buckets == 9
-        check_statistics(scheduler)
 
 
 @pytest.mark.covering(1)
@@ -269,32 +244,19 @@ def test_kept_gradients_are_rounded_as_those_that_travel(dtype: torch.dtype, lin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_on_the_host_bring_kept_state_home(dtype: torch.dtype, device: Device) -> None:
     """They are there already, so the step is made there; the next one may be made on the device again."""
-    model, twin = mlp(dtype), mlp(dtype)
-    optimizer = adam(model, max_grad_norm=30.0)
-    parameters = list(model.parameters())
-    reference = Synchronous(parameters)
-    hyper = [Hyperparameters.of_group(optimizer.param_groups[0])] * len(parameters)
-    with kept(optimizer, model, device) as scheduler:
+    model, optimizer, twin, other = twins(lambda: mlp(dtype), max_grad_norm=30.0)
+    with kept(optimizer, model, device) as keeping, eager(other, twin) as sums:
         for step in range(6):
-            twin.load_state_dict(model.state_dict())
-            sums: dict[int, np.ndarray[Any, Any]] = {}
-            for micro in range(2 if step % 2 else 1):
-                used = slice(2 * micro, None)  # the sum of the first layer is left for the step
-                twin.zero_grad()
-                loss_of(twin[used], 10 * step + micro).backward()
-                for i, parameter in enumerate(twin.parameters()):
-                    if parameter.grad is not None:
-                        one = flat(parameter.grad, parameter)
-                        sums[i] = sums[i] + one if i in sums else one
-                with scheduler.accumulate(torch.float32) if micro == 0 and step % 2 else nullcontext():
-                    loss_of(model[used], 10 * step + micro).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            kind, norm = reference.step(sums, hyper, 30.0)
-            assert (optimizer.last_outcome.kind, optimizer.last_outcome.grad_norm) == (kind, norm)
-            for parameter, one in zip(parameters, reference.parameters, strict=True):
-                assert same_bits(flat(parameter, parameter), one.shown)
-            assert resident(scheduler) == (6 if step in (2, 4) else 0)
+            for one, its, scheduler in ((model, optimizer, keeping), (twin, other, sums)):
+                with scheduler.accumulate(torch.float32) if step % 2 else nullcontext():
+                    loss_of(one, 10 * step).backward()
+                if step % 2:
+                    loss_of(one[2:], 10 * step + 1).backward()  # the sum of the first layer is left for the step
+                its.step()
+                its.zero_grad()
+            assert optimizer.last_outcome == other.last_outcome
+            assert resident(keeping) == (6 if step in (2, 4) else 0)
+    assert everything(model, optimizer) == everything(twin, other)
 
 
 @pytest.mark.covering(1)
@@ -324,70 +286,55 @@ def test_data_of_kept_parameters_replaced_between_backward_and_step(layout: str,
 def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
     """The host makes the step, and values go straight into the parameters; then there is memory again."""
     device = HostSums(6)
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
-    with kept(optimizer, model, device, gpu_buckets=gpu_buckets) as scheduler:
-        for one, its in ((model, optimizer), (twin, plain)):
-            if first:  # its order becomes known, but there is no state yet
-                (loss_of(one, 0) * math.nan).backward()
-                its.step()
-                its.zero_grad()
-            else:
-                train(one, its, range(3))
-        if not first:
-            scheduler.place(gpu_buckets=0)  # so that all has to move again
-            scheduler.place(gpu_buckets=gpu_buckets)
-        loss_of(model, 5).backward()
-        scheduler._catch_up()
 
-        def full(*_: object) -> Tensor:
-            raise torch.OutOfMemoryError("planted")
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("planted")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "empty", full)
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        if first:  # its order becomes known, but there is no state yet
+            (loss_of(model, 0) * math.nan).backward()
             optimizer.step()
-        assert resident(scheduler) == 0
-        assert scheduler.placement.gpu_buckets == gpu_buckets // 2
-        assert "no memory left for the state" in caplog.text
-        optimizer.zero_grad()
-        loss_of(twin, 5).backward()
-        plain.step()
-        plain.zero_grad()
-        assert everything(model, optimizer) == everything(twin, plain)
-        for one, its in ((model, optimizer), (twin, plain)):
-            train(one, its, range(6, 8))
-    assert everything(model, optimizer) == everything(twin, plain)
+            optimizer.zero_grad()
+        else:
+            train(model, optimizer, range(3))
+        for count in (0, gpu_buckets) if scheduler is not None and not first else ():  # so that all has to move again
+            scheduler.place(gpu_buckets=count)
+        loss_of(model, 5).backward()
+        with monkeypatch.context() as patch:
+            if scheduler is not None:
+                scheduler._catch_up()
+                patch.setattr(device, "empty", full)
+            optimizer.step()
+        if scheduler is not None:
+            assert resident(scheduler) == 0
+            assert scheduler.placement.gpu_buckets == gpu_buckets // 2
+        train(model, optimizer, range(6, 8))
+
+    pair(story, device, lambda: mlp(torch.bfloat16), {"gpu_buckets": gpu_buckets})
+    assert "no memory left for the state" in caplog.text
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("what", ["_add_resident", "speculate"])
 def test_worker_that_fails_with_a_kept_bucket(what, at, device, monkeypatch):
-    model, optimizer, twin, plain = twins()
-    train(twin, plain, range(5))
     owner: type = Pipeline if what == "_add_resident" else Transaction
-    working, calls = getattr(owner, what), itertools.count(1)
 
-    def failing(*arguments: Any, **options: Any) -> Any:
-        result = working(*arguments, **options)
-        if next(calls) == at:
-            raise PlantedError("the worker stumbled")
-        return result
-
-    with kept(optimizer, model, device) as scheduler:
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         train(model, optimizer, range(3))
         before = shown(optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(owner, what, failing)
+            if scheduler is not None:
+                fail_at(patch, owner, what, at, PlantedError("the worker stumbled"), after=True)
             loss_of(model, 3).backward()
-            with pytest.raises(WorkerError, match="the worker stumbled"):
-                optimizer.step()
+            if scheduler is not None:
+                with pytest.raises(WorkerError, match="the worker stumbled"):
+                    optimizer.step()
         assert shown(optimizer) == before
         optimizer.step()  # without the worker
-        optimizer.zero_grad()
-        check_statistics(scheduler, has_failed=True)
         train(model, optimizer, range(4, 5))
-    assert everything(model, optimizer) == everything(twin, plain)
-    assert not has_memory_in_use(device)
+
+    pair(story, device)
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------

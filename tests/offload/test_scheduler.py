@@ -9,14 +9,12 @@ import copy
 import gc
 import json
 import math
-import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,25 +30,25 @@ from support.overlap import (
     ThreadDevice,
     adam,
     batch,
-    changes_nothing,
     eager,
     end_thread,
     everything,
+    fail_at,
     loss_of,
     mlp,
     train,
     twins,
 )
+from support.programs import both, frozen
 from support.visible import bits, shown
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
-from superadam.devices import Device, PlainDevice, Stream
+from superadam.devices import Device, Stream
 from superadam.devices.worker import WorkerError
 from superadam.handles.gradient_handle import taken_of
-from superadam.host.memory import HostNeeds
 from superadam.kernels import native, torch_private
 from superadam.offload.accumulation import PAUSE_STEPS
 from superadam.offload.hooks import Hooks
@@ -62,76 +60,37 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-DEVICES = [ImmediateDevice, ThreadDevice, DeferredDevice]
-
-
-@pytest.fixture(params=DEVICES, ids=["immediate", "thread", "deferred"])
-def device(request: pytest.FixtureRequest) -> PlainDevice:
-    """Return the worst timing, the usual worker, and none."""
-    one: PlainDevice = request.param()
-    return one
-
-
 ASYNCHRONOUS = [
     pytest.param(lambda: SimulatedDevice(1, 0.0), id="lazy device"),
     pytest.param(lambda: SimulatedDevice(2, 0.6), id="hasty device"),
 ]
 
 
-@pytest.fixture(params=[ImmediateDevice, DeferredDevice, *ASYNCHRONOUS])
-def anywhere(request: pytest.FixtureRequest) -> Device:
-    """Return the host with and without a worker, and two asynchronous devices."""
-    one: Device = request.param()
-    return one
+ANYWHERE = [ImmediateDevice, DeferredDevice, *ASYNCHRONOUS]
 
 
-@pytest.fixture(params=ASYNCHRONOUS)
-def asynchronous(request: pytest.FixtureRequest) -> Device:
-    """Return a device that does nothing before it is waited for, and one that does."""
-    one: Device = request.param()
-    return one
+def fixture_of(name: str, makers: list[Any]) -> Any:
+    return pytest.fixture(params=makers, name=name)(lambda request: request.param())
 
 
-@pytest.fixture(params=[ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
-def working(request: pytest.FixtureRequest) -> Device:
-    """Return devices on which something works during backward."""
-    one: Device = request.param()
-    return one
-
-
-Story = Callable[[nn.Module, SpeculativeCPUAdam, OffloadScheduler | None], object]
-
-
-def both(
-    story: Story,
-    plain_story: Story | None = None,
-    make: Callable[[], nn.Module] = mlp,
-    scheduled: dict[str, Any] | None = None,
-    **options: Any,
-) -> OffloadScheduler:
-    """Run one story under a scheduler and another, or the same, without; bits and outcomes agree."""
-    model, optimizer, twin, plain = twins(make, **options)
-    with eager(optimizer, model, **(scheduled or {})) as scheduler:
-        story(model, optimizer, scheduler)
-    (plain_story or story)(twin, plain, None)
-    optimizer.zero_grad()
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
-    assert optimizer.last_outcome == plain.last_outcome
-    return scheduler
+asynchronous = fixture_of("asynchronous", ASYNCHRONOUS)
+anywhere = fixture_of("anywhere", ANYWHERE)
+working = fixture_of("working", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
 
 
 # ---- ordinary training ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("link", ["auto", torch.float32])
 @pytest.mark.parametrize("bucket_numel", [1, 70, 1_000_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_and_bucket_size(dtype: torch.dtype, bucket_numel: int, working: Device) -> None:
+@pytest.mark.parametrize("make", [ThreadDevice, *ANYWHERE])
+def test_every_dtype_bucket_size_and_wide_link(dtype: torch.dtype, bucket_numel: int, link: Any, make: Any) -> None:
     scheduler = both(
         lambda model, optimizer, _: train(model, optimizer, range(8)),
-        make=lambda: mlp(dtype),
-        scheduled={"device": working, "bucket_numel": bucket_numel},
+        {"device": make(), "bucket_numel": bucket_numel, "transfer_dtype": link},
+        lambda: mlp(dtype),
     )
     counts = scheduler.optimizer.statistics
     assert counts.committed
@@ -143,44 +102,25 @@ def test_every_dtype_and_bucket_size(dtype: torch.dtype, bucket_numel: int, work
 
 def test_edited_gradients_are_not_taken_for_a_while() -> None:
     """What would be given back each time is left alone for some steps; then it is tried again."""
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
-    with eager(optimizer, model) as scheduler:
-        taken = []
+    taken = []
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         for seed in range(2 * PAUSE_STEPS + 6):
-            before = scheduler.statistics.buckets
-            for one, its in ((model, optimizer), (twin, plain)):
-                its.zero_grad()
-                loss_of(one, seed).backward()
-                if seed < PAUSE_STEPS + 3:
-                    torch.nn.utils.clip_grad_value_(one.parameters(), 0.5)
-                its.step()
-            taken.append(scheduler.statistics.buckets > before)
-    optimizer.zero_grad()
-    plain.zero_grad()
-    assert everything(model, optimizer) == everything(twin, plain)
+            before = scheduler and scheduler.statistics.buckets
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            if seed < PAUSE_STEPS + 3:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+            optimizer.step()
+            if scheduler is not None:
+                taken.append(scheduler.statistics.buckets > before)
+
+    scheduler = both(steps, {}, lambda: mlp(torch.bfloat16))
     assert taken == [True, *[False] * PAUSE_STEPS, True, *[False] * PAUSE_STEPS, *[True] * 4]
     assert scheduler.statistics.given_back_gradients == 2 * 6
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
-
-
-class FailingSpeculation:
-    """Lets one call of `Transaction.speculate` fail, after it has done its work or before."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, after: bool) -> None:
-        self.calls, self.at, self.after = 0, at, after
-        self.speculate = Transaction.speculate
-        failing = self
-        monkeypatch.setattr(Transaction, "speculate", lambda *args, **options: failing(*args, **options))
-
-    def __call__(self, *args: Any, **options: Any) -> None:
-        self.calls += 1
-        fails = self.calls == self.at
-        if not fails or self.after:
-            self.speculate(*args, **options)
-        if fails:
-            raise PlantedError("the worker stumbled")
 
 
 @pytest.mark.parametrize("then", ["step", "zero_grad", "read", "close"])
@@ -189,58 +129,51 @@ class FailingSpeculation:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worker_that_fails(dtype, at, after, then, working, monkeypatch):
     """It is told in step(); nothing has changed, and the gradients are in `.grad`, for a step without the worker."""
-    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
-    scheduler = eager(optimizer, model, device=working)
-    train(model, optimizer, range(2))
-    train(twin, plain, range(2))
-    loss_of(twin, 2).backward()
-    before = shown(optimizer)
-    with monkeypatch.context() as patch:
-        FailingSpeculation(patch, at, after=after)
-        told = r"worker failed with PlantedError: the worker stumbled; nothing was changed, .* call step\(\) again"
-        loss_of(model, 2).backward()
-        with pytest.raises(WorkerError, match=told) as caught:
-            optimizer.state_dict() if then == "read" else optimizer.step()
-    assert isinstance(caught.value.__cause__, PlantedError)
-    assert shown(optimizer) == before
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert one.grad is not None
-        assert torch.equal(one.grad, other.grad)
-    if then == "zero_grad":
-        optimizer.zero_grad()
-        plain.zero_grad()
-    if then == "close":
-        scheduler.close()
-    optimizer.step()
-    plain.step()
-    train(model, optimizer, range(3, 5))
-    train(twin, plain, range(3, 5))
-    scheduler.close()
-    assert everything(model, optimizer) == everything(twin, plain)
 
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("with_job", [False, True], ids=["asleep", "at a job"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_worker_whose_thread_has_ended(dtype: torch.dtype, with_job: bool) -> None:
-    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
-    with eager(optimizer, model, device=ThreadDevice()) as scheduler:
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
         train(model, optimizer, range(2))
-        train(twin, plain, range(2))
-        scheduler.synchronize()
-        end_thread(scheduler._pipeline._worker, with_job=with_job)
+        before = shown(optimizer)
+        with monkeypatch.context() as patch:
+            if scheduler is not None:
+                fail_at(patch, Transaction, "speculate", at, PlantedError("the worker stumbled"), after=after)
+            loss_of(model, 2).backward()
+            if scheduler is not None:
+                told = (
+                    r"worker failed with PlantedError: the worker stumbled; nothing was changed, .* call step\(\) again"
+                )
+                with pytest.raises(WorkerError, match=told) as caught:
+                    optimizer.state_dict() if then == "read" else optimizer.step()
+                assert isinstance(caught.value.__cause__, PlantedError)
+        assert shown(optimizer) == before
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        if then == "zero_grad":
+            optimizer.zero_grad()
+        if then == "close" and scheduler is not None:
+            scheduler.close()
+        optimizer.step()
+        train(model, optimizer, range(3, 5))
+        return gradients
+
+    both(story, {"device": working}, lambda: mlp(dtype))
+
+
+def test_worker_whose_thread_has_ended() -> None:
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
+        train(model, optimizer, range(2))
+        if scheduler is not None:
+            end_thread(scheduler._pipeline._worker, with_job=True)
+        seen = []
         for seed in range(2, 4):
             loss_of(model, seed).backward()
-            loss_of(twin, seed).backward()
-            with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
-                optimizer.step()
-            assert all(map(torch.equal, *([p.grad for p in one.parameters()] for one in (model, twin))))
-            for its in (optimizer, plain):
-                its.step()
-                its.zero_grad()
-    train(model, optimizer, range(4, 6))
-    train(twin, plain, range(4, 6))
-    assert everything(model, optimizer) == everything(twin, plain)
+            if scheduler is not None:
+                with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
+                    optimizer.step()
+            seen.append([parameter.grad.clone() for parameter in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16))
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32], ids=str)
@@ -266,58 +199,53 @@ def test_sparse_gradients_are_refused_by_the_step(sum_dtype: torch.dtype | None,
 
 
 def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16), max_grad_norm=math.inf)
-    train(twin, plain, range(3))
     failed = threading.Event()
 
     def stumble(*_: object) -> bool:
         failed.set()
         raise PlantedError("the commit stumbled")
 
-    with eager(optimizer, model, device=ThreadDevice()):
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         train(model, optimizer, range(1))  # the first step leaves nothing to commit
         with monkeypatch.context() as patch:
-            patch.setattr(Transaction, "commit", stumble)
+            if scheduler is not None:
+                patch.setattr(Transaction, "commit", stumble)
             loss_of(model, 1).backward()
             optimizer.step()
-            assert failed.wait(60)
-            time.sleep(0.05)  # between the call and the note of its failure
             optimizer.zero_grad()
-            with pytest.raises(WorkerError, match="the commit stumbled"):
-                optimizer.state_dict()
+            if scheduler is not None:
+                assert failed.wait(60)
+                time.sleep(0.05)  # between the call and the note of its failure
+                with pytest.raises(WorkerError, match="the commit stumbled"):
+                    optimizer.state_dict()
         train(model, optimizer, range(2, 3))
-    assert everything(model, optimizer) == everything(twin, plain)
+
+    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16), max_grad_norm=math.inf)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-def assert_nothing_is_attached(model: nn.Module, optimizer: Any) -> None:
+def assert_nothing_is_attached(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
     """Check that a scheduler that was refused left neither hooks nor itself."""
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    if isinstance(optimizer, SpeculativeCPUAdam):
-        twin = copy.deepcopy(model)
-        plain = adam(twin)
-        train(model, optimizer, range(2))
-        train(twin, plain, range(2))
+    twin = copy.deepcopy(model)
+    plain = adam(twin)
+    for begin in (0, 2):
+        with eager(optimizer, model) if begin else nullcontext():  # it may have one
+            train(model, optimizer, range(begin, begin + 2))
+        train(twin, plain, range(begin, begin + 2))
         assert everything(model, optimizer) == everything(twin, plain)
-        with eager(optimizer, model):  # it may have one
-            train(model, optimizer, range(2, 4))
-        train(twin, plain, range(2, 4))
-        assert everything(model, optimizer) == everything(twin, plain)
-
-
-class Cramped(SimulatedDevice):
-    """A device whose host has no memory left."""
-
-    def reserve(self, needs: HostNeeds) -> None:
-        raise MemoryError("planted")
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Binding, "attach"), (Binding, "_bind"), (Hooks, "watch"), (Pipeline, "__init__")]
+    ("owner", "method", "num_threads"),
+    [
+        *((Binding, "attach", 1), (Binding, "_bind", 1), (Hooks, "watch", 1), (Pipeline, "__init__", 1)),
+        *((ThreadDevice, "reserve", 1), (ThreadDevice, "reserve", 0)),
+    ],
 )
-def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, monkeypatch):
+def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads, monkeypatch):
     model = mlp()
     optimizer = adam(model)
     threads, usual = threading.active_count(), getattr(owner, method)
@@ -329,19 +257,10 @@ def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, fail)
+        patch.setattr(ThreadDevice, "idle_cores", lambda device: num_threads)
         with pytest.raises(MemoryError, match="planted"):
-            OffloadScheduler(optimizer, model, num_threads=1)
+            OffloadScheduler(optimizer, model, device=ThreadDevice())
     assert threading.active_count() == threads
-    assert_nothing_is_attached(model, optimizer)
-
-
-@pytest.mark.parametrize("num_threads", [0, 1])
-def test_host_without_room_for_a_step_is_told(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cramped, "idle_cores", lambda self: num_threads)
-    model = mlp()
-    optimizer = adam(model)
-    with pytest.raises(MemoryError, match="planted"):
-        OffloadScheduler(optimizer, model, device=Cramped(0))
     assert_nothing_is_attached(model, optimizer)
 
 
@@ -374,25 +293,22 @@ def test_cores_limit_what_runs_beside_backward(num_threads, expected, monkeypatc
 @pytest.mark.parametrize("has_link", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, has_link: bool) -> None:
-    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
-    threads = threading.active_count()
-    device = DeferredDevice()
+    device, threads = DeferredDevice(), threading.active_count()
     device.has_link = has_link
-    with eager(optimizer, model, device=device) as scheduler:
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         assert threading.active_count() == threads
-        assert scheduler.placement.num_threads == 0
         for seed in range(3):
             optimizer.zero_grad()
             loss_of(model, seed).backward()
             assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
-            scheduler.synchronize()
             optimizer.step()
-        optimizer.zero_grad()
-        assert scheduler.statistics.buckets == 0
-        assert scheduler.statistics.hidden_share == 0.0
-        assert optimizer.statistics.speculate_seconds == 0.0
-    train(twin, plain, range(3))
-    assert everything(model, optimizer) == everything(twin, plain)
+
+    scheduler = both(story, {"device": device}, lambda: mlp(dtype))
+    assert scheduler.placement.num_threads == 0
+    assert scheduler.statistics.buckets == 0
+    assert scheduler.statistics.hidden_share == 0.0
+    assert scheduler.optimizer.statistics.speculate_seconds == 0.0
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
@@ -421,15 +337,15 @@ def test_optimizer_that_cannot_be_bound_leaves_nothing() -> None:
 # ---- life and death -------------------------------------------------------------------------------------------------
 
 
-def test_closed_and_made_again(device: PlainDevice) -> None:
+def test_closed_and_made_again(anywhere: Device) -> None:
     model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
     for begin in (0, 2, 4):
-        with eager(optimizer, model, device=device) as scheduler:
+        with eager(optimizer, model, device=anywhere) as scheduler:
             train(model, optimizer, range(begin, begin + 1))
             loss_of(model, 77).backward()
         scheduler.close()
         assert all(type(parameter.grad) is Tensor for parameter in model.parameters())  # given back when closing
-        assert (optimizer.statistics.dropped > 0) is not isinstance(device, DeferredDevice)
+        assert (optimizer.statistics.dropped > 0) is not isinstance(anywhere, DeferredDevice)
         optimizer.zero_grad()
         train(model, optimizer, range(begin + 1, begin + 2))
         loss_of(model, 77).backward()
@@ -448,8 +364,6 @@ def test_no_thread_is_left_after_close() -> None:
         assert worker.name == "superadam-worker"
         train(model, scheduler.optimizer, range(2))
     assert not worker.is_alive()
-    with pytest.raises(RuntimeError, match="worker is closed; make a new OffloadScheduler"):
-        scheduler._pipeline._worker.submit(lambda _: None)
 
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,7 +400,7 @@ def test_data_loader_workers_are_forked_beside_the_worker() -> None:
                 (30 * (model(x) - 1).square().mean()).backward()
                 optimizer.step()
 
-    both(loaded, scheduled={"device": ThreadDevice()})
+    both(loaded, {"device": ThreadDevice()})
 
 
 def test_forked_child_is_told_instead_of_hanging() -> None:
@@ -549,29 +463,12 @@ def test_exported_trace(tmp_path: Path) -> None:
         optimizer.step()
         scheduler.synchronize()
         scheduler.export_trace(tmp_path / "trace.json")
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    trace = json.loads((tmp_path / "trace.json").read_text(), parse_constant=refuse)
-    names = {event["name"] for event in trace["traceEvents"]}
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"adam", "backward and step", "gradients to host", "verdict: skipped"} <= names
     assert names & {"verdict: committed", "verdict: clipped"}
-    assert os.listdir(tmp_path) == ["trace.json"]
 
 
 # ---- an asynchronous device, and gradients in other dtypes on the link ----------------------------------------------
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("bucket_numel", [1, 100, 1_000_000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, anywhere: Device) -> None:
-    both(
-        lambda model, optimizer, _: train(model, optimizer, range(6)),
-        make=lambda: mlp(dtype),
-        scheduled={"device": anywhere, "transfer_dtype": torch.float32, "bucket_numel": bucket_numel},
-    )
 
 
 @pytest.mark.covering(1)
@@ -605,9 +502,9 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, anywhere
 
     both(
         lambda model, optimizer, _: steps(model, optimizer, rounds=False),
+        {"device": anywhere, "transfer_dtype": link},
+        lambda: mlp(dtype),
         lambda model, optimizer, _: steps(model, optimizer, rounds=True),
-        make=lambda: mlp(dtype),
-        scheduled={"device": anywhere, "transfer_dtype": link},
     )
     assert norms[False] == norms[True]
 
@@ -615,11 +512,14 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, anywhere
 def test_narrow_link_that_overflows_skips_the_step(anywhere: Device) -> None:
     model = mlp()
     optimizer = adam(model, max_grad_norm=math.inf)
-    with eager(optimizer, model, device=anywhere, transfer_dtype=torch.float16), changes_nothing(model, optimizer):
+    before = everything(model, optimizer)
+    with eager(optimizer, model, device=anywhere, transfer_dtype=torch.float16):
         (1e6 * loss_of(model, 0)).backward()
         optimizer.step()
         assert optimizer.last_outcome.kind is StepKind.SKIPPED
         assert optimizer.last_outcome.nonfinite > 0
+        optimizer.zero_grad()
+        assert everything(model, optimizer) == before
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -666,12 +566,7 @@ def test_memory_for_new_values_does_not_grow_with_the_model(num_threads, asynchr
     monkeypatch.setattr(asynchronous, "empty", measured)
     monkeypatch.setattr(asynchronous, "host_empty", measured_on_host)
     monkeypatch.setattr(asynchronous, "idle_cores", lambda: num_threads)
-    scheduler = both(
-        steps,
-        make=lambda: mlp(layers=12),
-        scheduled={"device": asynchronous, "bucket_numel": 200},
-        max_grad_norm=0.1,
-    )
+    scheduler = both(steps, {"device": asynchronous, "bucket_numel": 200}, lambda: mlp(layers=12), max_grad_norm=0.1)
     assert scheduler.optimizer.statistics.clipped
     assert scheduler.optimizer.statistics.skipped
     assert max(sizes) < 200 + 2 * 64 * 5 < 12 * 72
@@ -700,7 +595,7 @@ def test_placement_that_changes_in_the_middle_of_backward(dtype: torch.dtype, wo
             handle.remove()
             optimizer.step()
 
-    scheduler = both(steps, make=lambda: mlp(dtype), scheduled={"device": working, "bucket_numel": 70})
+    scheduler = both(steps, {"device": working, "bucket_numel": 70}, lambda: mlp(dtype))
     assert (scheduler.placement.bucket_numel, scheduler.placement.num_threads) == (100, 2)
 
 
@@ -711,25 +606,26 @@ def test_placement_that_changes_in_the_middle_of_backward(dtype: torch.dtype, wo
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_that_others_ask_for_are_taken_before_gradients_travel(dtype: torch.dtype, asynchronous: Device) -> None:
     """From the second step on, and they are torch's own, on the device, once."""
-    model, optimizer, twin, plain = twins(lambda: mlp(dtype), max_grad_norm=math.inf)
-    with eager(optimizer, model, device=asynchronous) as scheduler:
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
+        seen = []
         for seed in range(5):
             loss_of(model, seed).backward()
-            loss_of(twin, seed).backward()
             taken = [taken_of(parameter.grad) for parameter in model.parameters()]
-            assert [one.norm is not None for one in taken] == [seed > 1] * 6
+            if scheduler is not None:
+                assert [one.norm is not None for one in taken] == [seed > 1] * 6
             if seed:
-                norms = [torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]) for one in (model, twin)]
-                assert bits(norms[0]) == bits(norms[1])
-                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norms[0])
-                torch.nn.utils.clip_grads_with_norm_(twin.parameters(), 0.5, norms[1])
-            assert [bits(p.grad) for p in model.parameters()] == [bits(p.grad) for p in twin.parameters()]
-            assert scheduler._transfers.computes_norms == (seed > 0)
-            for its in (optimizer, plain):
-                its.step()
-                its.zero_grad()
-            assert shown(optimizer) == shown(plain)
-    assert everything(model, optimizer) == everything(twin, plain)
+                norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+                seen.append(norm)
+            seen.append(frozen([p.grad for p in model.parameters()]))
+            assert scheduler is None or scheduler._transfers.computes_norms == (seed > 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(shown(optimizer))
+        return seen
+
+    both(story, {"device": asynchronous}, lambda: mlp(dtype), max_grad_norm=math.inf)
 
 
 def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

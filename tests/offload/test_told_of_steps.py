@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -56,13 +57,13 @@ class Net(nn.Module):
         torch.stack(losses).sum().backward()
 
 
-STEPS, UNFROZEN = 10, 5
+STEPS, UNFROZEN = 8, 4
 
 
 def step(model: Net, optimizer: SpeculativeCPUAdamW, number: int) -> None:
     model.all[-1].requires_grad_(number >= UNFROZEN)
     model.backward(number)
-    if number == 7:
+    if number == 5:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
     optimizer.step()
     optimizer.zero_grad()
@@ -102,27 +103,19 @@ class Failing:
 
         self.patch.setattr(owner, name, method)
 
-    def setting(self, owner: type, name: str) -> None:
-        ordinary = owner.__dict__[name]
-
-        def set_to(instance: Any, value: Any) -> None:
-            self.raises()
-            ordinary.__set__(instance, value)
-
-        self.patch.setattr(owner, name, property(ordinary.__get__, set_to))
-
 
 METHODS: dict[str, tuple[Any, str]] = {
     f"{owner.__name__}.{name}": (owner, name)
     for owner, names in {
         Accumulation: ["end_step"],
-        Autotuner: ["add_bucket", "add_work", "choose"],
+        Autotuner: ["add_bucket", "add_work", "choose", "shrink"],
         Bucketer: ["end_step"],
         Hooks: ["look_for_unfrozen"],
-        OffloadScheduler: ["_conclude", "_look_for_room", "_trace_step", "_choose_placement"],
+        OffloadScheduler: ["_conclude", "_look_for_room", "_trace_step", "_choose_placement", "_apply_placement"],
         Pipeline: ["wake"],
         Predictor: ["add_lists", "add_verdict"],
         PublishedState: ["write"],
+        SimulatedDevice: ["reserve"],
         Statistics: ["count"],
         Trace: ["add"],
         Transaction: ["_applied", "_count"],
@@ -132,59 +125,65 @@ METHODS: dict[str, tuple[Any, str]] = {
 }
 
 
-def check(
-    device: str,
-    failing: Failing,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    prepare: Callable[[OffloadScheduler], None] = lambda scheduler: None,
-) -> None:
-    """Train while something fails, and once it does not any more; it is logged once."""
-    monkeypatch.setattr(telling, "_failed", set())
+def check(device: str | None, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
+    """Train while something fails, with or without a scheduler, and once it does not any more; it is logged once."""
+    failing.patch.setattr(telling, "_failed", set())
     bits_of_steps, state = expected()
     model = Net()
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-    options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
     exposed = optimizer.state  # so that every step updates it at once
-    with OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1, **options) as it:
-        prepare(it)
+    scheduler: Any = contextlib.nullcontext()
+    if device is not None:
+        options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
+        options |= {"device": DEVICES[device](), "bucket_numel": 300, "num_threads": 1}
+        scheduler = OffloadScheduler(optimizer, model, **options)
+    with scheduler:
         for number in range(STEPS):
             failing.is_armed = 0 < number < STEPS - 1
             step(model, optimizer, number)
-            if failing.is_armed and isinstance(it._device, ImmediateDevice):
-                it._pipeline._idle()
             assert [bits(one) for one in model.parameters()] == bits_of_steps[number], number
         assert state_bits(optimizer) == state
         assert {key: len(value) for key, value in exposed.items()} == dict.fromkeys(model.parameters(), 4)
+    assert failing.count >= 2
     logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(logged) == (failing.count > 0)
+    assert len(logged) == 1
     assert all(record.name == "superadam" and record.exc_info for record in logged)
+
+
+def leave_no_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transfers, "bytes_without_room", lambda transfers: 1)
+
+
+def displace(patch: pytest.MonkeyPatch) -> None:
+    of_step = Transaction._count
+
+    def count(transaction: Transaction, *arguments: Any) -> None:
+        transaction.statistics.displaced += 1
+        of_step(transaction, *arguments)
+
+    patch.setattr(Transaction, "_count", count)
+
+
+PREPARED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "SimulatedDevice.reserve": leave_no_room,
+    "Autotuner.shrink": displace,
+    "OffloadScheduler._apply_placement": displace,
+}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_listener_can_fail_a_step(name, monkeypatch, caplog):
+    PREPARED.get(name, lambda patch: None)(monkeypatch)
     failing = Failing(monkeypatch)
     failing.method(*METHODS[name])
-    check("simulated", failing, caplog, monkeypatch)
-    assert failing.count >= 2
+    check("simulated", failing, caplog)
 
 
-@pytest.mark.parametrize("phase", ["resolve_seconds", "update_seconds"])
-def test_no_time_of_a_step_that_was_made_can_fail_it(phase, monkeypatch, caplog):
+@pytest.mark.parametrize(("phase", "device"), [("resolve_seconds", "thread"), ("update_seconds", None)])
+def test_no_time_of_a_step_that_was_made_can_fail_it(phase, device, monkeypatch, caplog):
     failing = Failing(monkeypatch, only=lambda transaction, name, begin: name == phase)
     failing.method(Transaction, "_spent")
-    if phase == "resolve_seconds":
-        check("thread", failing, caplog, monkeypatch)
-    else:  # without a scheduler
-        monkeypatch.setattr(telling, "_failed", set())
-        model = Net()
-        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-        failing.is_armed = True
-        for number in range(STEPS):
-            step(model, optimizer, number)
-        assert state_bits(optimizer) == expected()[1]
-        assert len(caplog.records) == 1
-    assert failing.count > 1
+    check(device, failing, caplog)
 
 
 def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,34 +200,7 @@ def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplo
         learn(self, *arguments)
 
     monkeypatch.setattr(Predictor, "add_verdict", spoil)
-    check("simulated", failing, caplog, monkeypatch)
-    assert failing.count > 1
-
-
-def test_a_device_that_cannot_reserve_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    failing = Failing(monkeypatch)
-    monkeypatch.setattr(Transfers, "bytes_without_room", lambda transfers: 1)
-    failing.method(SimulatedDevice, "reserve")
-    check("simulated", failing, caplog, monkeypatch)
-    assert failing.count > 1
-
-
-@pytest.mark.parametrize(("owner", "name"), [(Autotuner, "shrink"), (OffloadScheduler, "_apply_placement")])
-def test_a_placement_that_cannot_change(owner, name, monkeypatch, caplog):
-    failing = Failing(monkeypatch)
-    failing.method(owner, name)
-
-    def displace(scheduler: OffloadScheduler) -> None:
-        of_step = Transaction._count
-
-        def count(transaction: Transaction, *arguments: Any) -> None:
-            transaction.statistics.displaced += 1
-            of_step(transaction, *arguments)
-
-        monkeypatch.setattr(Transaction, "_count", count)
-
-    check("simulated", failing, caplog, monkeypatch, displace)
-    assert failing.count > 1
+    check("simulated", failing, caplog)
 
 
 def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,23 +294,18 @@ def test_factors_of_any_size_are_ordinary_ones(
 ) -> None:
     """Zero, negative ones, those that overflow, and NaN, in between clipped steps: nothing raises, warns or logs."""
     seen = []
+    failed = set(telling._failed)
     for is_on in (False, True):
         model = Net(dtype)
         optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=limit)
         run: list[Any] = []
-        failed = set(telling._failed)
-        scheduler = (
-            OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1)
-            if is_on
-            else None
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            number = 0
-            for change, factor in program:
+        scheduler: Any = contextlib.nullcontext()
+        if is_on:
+            scheduler = OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1)
+        with warnings.catch_warnings(action="error"), scheduler:
+            for number, (change, factor) in enumerate(program):
                 for clipped in range(clips + 1):
-                    number += 1
-                    model.backward(number)
+                    model.backward(10 * number + clipped)
                     gradients = [one.grad for one in model.parameters() if one.grad is not None]
                     if overflows and factor == 0.0:
                         gradients[0].view(-1)[0] = math.inf
@@ -350,13 +317,9 @@ def test_factors_of_any_size_are_ordinary_ones(
                     optimizer.step()
                     optimizer.zero_grad()
                     outcome = optimizer.last_outcome
-                    assert outcome is not None
                     is_skipped = outcome.kind is StepKind.SKIPPED
                     run.append((is_skipped, outcome.nonfinite, [bits(one) for one in model.parameters()]))
-        if scheduler is not None:
-            scheduler.close()
-        run.append(state_bits(optimizer))
-        seen.append(run)
+        seen.append([run, state_bits(optimizer)])
         assert telling._failed == failed
     assert seen[0] == seen[1]
 

@@ -26,7 +26,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.kernels.memory import has_memory
 from superadam.testing import SimulatedDevice
 
-STEPS = 5
+STEPS = 4
 MOMENTS = ("before backward", "in a hook", "before the step", "after the step")
 SETTINGS = ("host", "simulated device", "speculate()")
 FORMATS: tuple[dict[str, str], ...] = ({}, {}, {"moments": "bf16"}, {"moments": "8bit", "master": "24bit"})
@@ -155,38 +155,52 @@ class Action(NamedTuple):
     do: Callable[[Run, Tensor, str], object]
 
 
-def _with_state(use: Callable[[Run, dict[str, Any], str, Tensor], object]) -> Callable[[Run, Tensor, str], object]:
-    """Return what uses a tensor of a parameter's state, if it is there, with the state and its name in it."""
+Do = Callable[[Run, Tensor, str], object]
+
+
+def _of_state(change: Callable[[Tensor], object], then: Callable[[Run, Tensor, str, Any], object] | None = None) -> Do:
+    """Return what changes a tensor of the state, and then does something with what came of it."""
 
     def do(run: Run, parameter: Tensor, key: str) -> None:
         value = run.tensor(parameter, key)
         if value is not None:
-            use(run, run.optimizer.state[parameter], key, value)
+            changed = change(value)
+            if then is not None:
+                then(run, parameter, key, changed)
 
     return do
 
 
-def _of_state(change: Callable[[Tensor], object]) -> Callable[[Run, Tensor, str], object]:
-    return _with_state(lambda run, state, key, value: change(value))
+def _put(new: Callable[[Tensor], Any]) -> Do:
+    def do(run: Run, parameter: Tensor, key: str, made: Any) -> None:
+        run.optimizer.state[parameter][key] = made
+
+    return _of_state(new, do)
 
 
-def _put(new: Callable[[Tensor], Any]) -> Callable[[Run, Tensor, str], object]:
-    return _with_state(lambda run, state, key, value: state.update({key: new(value)}))
+def _hold(what: Callable[[Tensor], object]) -> Do:
+    return _of_state(what, lambda run, parameter, key, found: run.held.append(found))
 
 
-def _put_and_hold(new: Callable[[Tensor], Tensor]) -> Callable[[Run, Tensor, str], object]:
-    def use(run: Run, state: dict[str, Any], key: str, value: Tensor) -> None:
-        run.held.append(new(value))
-        state[key] = run.held[-1]
+def _put_and_hold(new: Callable[[Tensor], Tensor]) -> Do:
+    def do(run: Run, parameter: Tensor, key: str, made: Tensor) -> None:
+        run.held.append(made)
+        run.optimizer.state[parameter][key] = made
 
-    return _with_state(use)
-
-
-def _hold(what: Callable[[Tensor], object]) -> Callable[[Run, Tensor, str], object]:
-    return _with_state(lambda run, state, key, value: run.held.append(what(value)))
+    return _of_state(new, do)
 
 
-def _to_held(change: Callable[[Tensor], object]) -> Callable[[Run, Tensor, str], object]:
+def _of_entry(change: Callable[[Run, Any], object]) -> Do:
+    """Return what changes the entry of a parameter that has one."""
+
+    def do(run: Run, parameter: Tensor, key: str) -> None:
+        if parameter in run.optimizer.state:
+            change(run, run.optimizer.state[parameter])
+
+    return do
+
+
+def _to_held(change: Callable[[Tensor], object]) -> Do:
     def do(run: Run, parameter: Tensor, key: str) -> None:
         for one in run.held:
             if isinstance(one, Tensor) and has_memory(one):
@@ -232,7 +246,7 @@ def _transposed(tensor: Tensor) -> Tensor:
     return tensor.detach().t().clone(memory_format=torch.contiguous_format).t() if tensor.dim() == 2 else tensor
 
 
-def _reshape(change: Callable[[Tensor], Tensor]) -> Callable[[Run, Tensor, str], object]:
+def _reshape(change: Callable[[Tensor], Tensor]) -> Do:
     """Change a parameter and its state alike."""
 
     def do(run: Run, parameter: Tensor, key: str) -> None:
@@ -246,7 +260,7 @@ def _reshape(change: Callable[[Tensor], Tensor]) -> Callable[[Run, Tensor, str],
     return do
 
 
-def _reshape_parameter(change: Callable[[Tensor], Tensor]) -> Callable[[Run, Tensor, str], object]:
+def _reshape_parameter(change: Callable[[Tensor], Tensor]) -> Do:
     return lambda run, parameter, key: _set_data(parameter, change(parameter.data))
 
 
@@ -262,32 +276,14 @@ def _pickled(run: Run, parameter: Tensor, key: str) -> None:
         run.optimizer.state[parameter] = pickle.loads(pickle.dumps(run.optimizer.state[parameter]))
 
 
-def _set_count(run: Run, parameter: Tensor, key: str) -> None:
-    if parameter in run.optimizer.state:
-        run.optimizer.state[parameter]["step"].fill_(7)
-
-
 def _free_count(run: Run, parameter: Tensor, key: str) -> None:
     if parameter in run.optimizer.state:
         run.optimizer.state[parameter]["step"].untyped_storage().resize_(0)
 
 
-def _put_count(run: Run, parameter: Tensor, key: str) -> None:
-    if parameter in run.optimizer.state:
-        run.held.append(torch.tensor(3))
-        run.optimizer.state[parameter]["step"] = run.held[-1]
-
-
-def _load_own(run: Run, parameter: Tensor, key: str) -> None:
-    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-
-def _other_group(run: Run, parameter: Tensor, key: str) -> None:
-    run.optimizer.add_param_group({"params": [nn.Parameter(run.values(7))]})
-
-
-def _other_order(run: Run, parameter: Tensor, key: str) -> None:
-    run.optimizer.param_groups[0]["params"].reverse()
+def _put_count(run: Run, entry: Any) -> None:
+    run.held.append(torch.tensor(3))
+    entry["step"] = run.held[-1]
 
 
 def _group_of_its_own(run: Run, parameter: Tensor, key: str) -> None:
@@ -300,6 +296,10 @@ def _group_of_its_own(run: Run, parameter: Tensor, key: str) -> None:
 def _freeze_or_thaw(run: Run, parameter: Tensor, key: str) -> None:
     if parameter is not run.model["c"]:  # which has the hook
         parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _another_group(run: Run, parameter: Tensor, key: str) -> None:
+    run.optimizer.add_param_group({"params": [nn.Parameter(run.values(7))]})
 
 
 def _assign_state(run: Run, parameter: Tensor, key: str) -> None:
@@ -366,12 +366,12 @@ ACTIONS = [
     Action("clear", lambda run, p, key: run.optimizer.state.clear()),
     Action("exchange", _exchange),
     Action("pickled", _pickled),
-    Action("write the count", _set_count),
-    Action("put a count", _put_count),
+    Action("write the count", _of_entry(lambda run, entry: entry["step"].fill_(7))),
+    Action("put a count", _of_entry(_put_count)),
     Action("free the count", _free_count),
-    Action("load", _load_own),
-    Action("another group", _other_group),
-    Action("groups in another order", _other_order),
+    Action("load", lambda run, p, key: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))),
+    Action("another group", _another_group),
+    Action("groups in another order", lambda run, p, key: run.optimizer.param_groups[0]["params"].reverse()),
     Action("a group of its own", _group_of_its_own),
     Action("frozen or thawed", _freeze_or_thaw),
     Action("assign the state", _assign_state),
@@ -398,24 +398,28 @@ ACTIONS = [
 ]  # fmt: skip
 
 
-def difference(seed: int, setting: str) -> str | None:
+def difference(seed: int, *settings: str) -> str | None:
     """Return how a program with a scheduler, or in two parts, differs from the one without; None if it does not."""
-    run, plain = Run(seed, setting), Run(seed, "plain")
-    for step, (ours, expected) in enumerate(zip(run.go(), plain.go(), strict=False)):
+    plain = Run(seed, "plain")
+    seen = list(plain.go())
+    for setting in settings:
+        run = Run(seed, setting)
+        for step, (ours, expected) in enumerate(zip(run.go(), seen, strict=False)):
+            if found := _difference(ours, expected):
+                return f"seed {seed}, {setting}, step {step}: {found}; {run.text}"
         if faults := [*run.faults, *plain.faults]:
-            return f"seed {seed}, {setting}: {faults} in step {step}; {run.text}"
-        if ours != expected:
-            where = ours, expected
-            if isinstance(ours, dict) and isinstance(expected, dict):
-                names = sorted(name for name in ours.keys() | expected.keys() if ours.get(name) != expected.get(name))
-                # What is a working copy depends on the device.
-                names = [one for one in names if not one.endswith("master") or (one in ours and one in expected)]
-                if not names:
-                    continue
-                return f"seed {seed}, {setting}: {names} differ after step {step}; {run.text}"
-            shown = ["..." if isinstance(one, dict) else one for one in where]
-            return f"seed {seed}, {setting}: {shown[0]} instead of {shown[1]}; {run.text}"
+            return f"seed {seed}, {setting}: {faults}; {run.text}"
     return None
+
+
+def _difference(ours: Any, expected: Any) -> str | None:
+    if isinstance(ours, dict) and isinstance(expected, dict):
+        names = sorted(name for name in ours.keys() | expected.keys() if ours.get(name) != expected.get(name))
+        # What is a working copy depends on the device.
+        names = [one for one in names if not one.endswith("master") or (one in ours and one in expected)]
+        return f"{names} differ" if names else None
+    shown = ["..." if isinstance(one, dict) else one for one in (ours, expected)]
+    return None if ours == expected else f"{shown[0]} instead of {shown[1]}"
 
 
 def main() -> None:

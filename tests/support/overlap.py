@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from support.visible import state_bits
 from torch import Tensor, nn
@@ -119,6 +121,24 @@ class PlantedError(RuntimeError):
     """What planted faults raise."""
 
 
+def fail_at(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: BaseException, *, after: bool = False
+) -> None:
+    """Let the so-manyth call of a function raise, before it does anything or after it has done its work."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        is_the_one = next(calls) == at
+        if is_the_one and not after:
+            raise copy.copy(error)  # whose traceback would keep the arguments alive
+        result = original(*arguments, **options)
+        if is_the_one:
+            raise copy.copy(error)
+        return result
+
+    patch.setattr(owner, name, failing)
+
+
 class RaiseInBackward(torch.autograd.Function):
     """The identity, whose backward raises what it was given."""
 
@@ -183,12 +203,3 @@ def train(
         loss(model, seed).backward()
         optimizer.step()
     optimizer.zero_grad()
-
-
-@contextmanager
-def changes_nothing(model: nn.Module, optimizer: SpeculativeCPUAdam) -> Iterator[None]:
-    """Check that parameters and state are afterwards what they were, bit for bit."""
-    before = everything(model, optimizer)
-    yield
-    optimizer.zero_grad()
-    assert everything(model, optimizer) == before

@@ -13,17 +13,17 @@ import platform
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.overlap import ImmediateDevice, ThreadDevice
+from support.overlap import ImmediateDevice, ThreadDevice, eager, everything, mlp, twins
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.offload import accumulation as micro_batches
 from superadam.testing import SimulatedDevice
@@ -70,7 +70,7 @@ class Setting:
     @property
     def plain(self) -> Setting:
         """The same without a scheduler."""
-        return Setting("plain", self.dtype, clips=self.clips, patches=self.patches, looks=True, storage=self.storage)
+        return replace(self, name="plain", device=None, bucket_numel=1, gpu_buckets=None, pauses=False, is_torch=False)
 
 
 EAGER = Setting("bf16-immediate", torch.bfloat16, ImmediateDevice, looks=True)
@@ -95,7 +95,7 @@ OTHERS = [
     Setting("fp64-kept", torch.float64, lambda: SimulatedDevice(1), 3000, gpu_buckets=1, clips=True),
 ]
 
-TORCH = Setting("torch", torch.float32, looks=True, is_torch=True)
+TORCH = Setting("torch", torch.float32, is_torch=True)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -223,7 +223,10 @@ def differences(program: Program, settings: Iterable[Setting]) -> list[str]:
     plain: dict[Setting, Shown] = {}
     found = []
 
-    def compare(setting: Setting, other: Setting, ignored: Iterable[str]) -> None:
+    def compare(setting: Setting, ignored: Iterable[str]) -> None:
+        other = setting.plain
+        if replace(other, looks=True) in plain:
+            other = replace(other, looks=True)
         if other not in plain:
             plain[other] = run_in(program, other)
         difference = first_difference(run_in(program, setting), plain[other], ignored)
@@ -231,10 +234,44 @@ def differences(program: Program, settings: Iterable[Setting]) -> list[str]:
             found.append(f"{program} in {setting}, {difference}")
 
     for setting in settings:
-        compare(setting, setting.plain, program.ignores)
+        compare(setting, program.ignores)
     if program.torch and platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently
-        compare(TORCH, Setting("plain", torch.float32, looks=True), ("outcome", "gradients"))
+        compare(TORCH, ("outcome", "gradients"))
     return found
+
+
+Story = Callable[[nn.Module, Any, OffloadScheduler | None], object]
+"""Training of a model with an optimizer, and a scheduler or none; returns what it has seen."""
+
+
+def both(
+    story: Story,
+    scheduled: dict[str, Any],
+    make: Callable[[], nn.Module] = mlp,
+    plain: Story | None = None,
+    **options: Any,
+) -> OffloadScheduler:
+    """Tell a story under a scheduler, which is returned, and another or the same without; all bits agree.
+
+    Args:
+        scheduled: options of the scheduler, which speculates on every gradient alone otherwise.
+        make: returns the model.
+        plain: the other story.
+        options: of the optimizers.
+    """
+    model, optimizer, twin, other = twins(make, **options)
+    with eager(optimizer, model, **scheduled) as scheduler:
+        seen = frozen(story(model, optimizer, scheduler))
+        optimizer.zero_grad()
+    assert difference(seen, frozen((plain or story)(twin, other, None))) is None
+    other.zero_grad()
+    assert everything(model, optimizer) == everything(twin, other)
+    ours, theirs = optimizer.last_outcome, other.last_outcome
+    assert (ours.kind is StepKind.SKIPPED) == (theirs.kind is StepKind.SKIPPED)
+    if math.isfinite(optimizer.max_grad_norm or math.inf) and ours.kind is not StepKind.SKIPPED:  # judged by the norm
+        assert ours == theirs
+    assert optimizer.statistics.steps == other.statistics.steps
+    return scheduler
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
