@@ -279,6 +279,7 @@ class Binding(GradientHolder):
                     self.bound(groups)
                 except BaseException:
                     self.overlap = None
+                    self._forget_binding()
                     raise
 
     @untracked

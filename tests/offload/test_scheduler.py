@@ -238,6 +238,7 @@ def assert_nothing_is_attached(model: nn.Module, optimizer: SpeculativeCPUAdam) 
         assert everything(model, optimizer) == everything(twin, plain)
 
 
+@pytest.mark.parametrize("make_device", [ThreadDevice, lambda: SimulatedDevice(0)], ids=["host", "link"])
 @pytest.mark.parametrize(
     ("owner", "method", "num_threads"),
     [
@@ -245,8 +246,9 @@ def assert_nothing_is_attached(model: nn.Module, optimizer: SpeculativeCPUAdam) 
         *((ThreadDevice, "reserve", 1), (ThreadDevice, "reserve", 0)),
     ],
 )
-def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads, monkeypatch):
-    model = mlp()
+def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads, make_device, monkeypatch):
+    model, device = mlp(), make_device()
+    owner = type(device) if owner is ThreadDevice else owner
     optimizer = adam(model)
     threads, usual = threading.active_count(), getattr(owner, method)
 
@@ -257,9 +259,9 @@ def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, fail)
-        patch.setattr(ThreadDevice, "idle_cores", lambda device: num_threads)
+        patch.setattr(type(device), "idle_cores", lambda device: num_threads)
         with pytest.raises(MemoryError, match="planted"):
-            OffloadScheduler(optimizer, model, device=ThreadDevice())
+            OffloadScheduler(optimizer, model, device=device)
     assert threading.active_count() == threads
     assert_nothing_is_attached(model, optimizer)
 
