@@ -1,7 +1,5 @@
 """What all tests share: Hypothesis profiles, `slow`, `deep`, `covering`, the rule for skips, the instruction sets."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Tests run alike where they are started in a shell's background, with SIGINT ignored."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`torch.set_default_device` is none of our business: host memory is on the host, and bits are the same."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Folders are layers: nothing imports from a folder that stands above its own."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

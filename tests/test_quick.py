@@ -1,7 +1,5 @@
 """`make test-quick` runs something of every folder, and `make test` everything."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

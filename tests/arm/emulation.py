@@ -4,8 +4,6 @@ Owns the tools it needs, the build in `build/arm/cross`, and the file of jobs th
 nothing: tests do that.
 """
 
-from __future__ import annotations
-
 import enum
 import os
 import shutil

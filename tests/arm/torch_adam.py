@@ -4,8 +4,6 @@ Run by `make arm-test` in the emulated Python; on x86-64 the ordinary tests comp
 its SVE code only at a vector length of 256 bits, and rounds otherwise there.
 """
 
-from __future__ import annotations
-
 import itertools
 import platform
 

@@ -1,7 +1,5 @@
 """The device made of time: its clocks, by a clock that only waiting moves, and that time changes no bit."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

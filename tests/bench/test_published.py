@@ -1,7 +1,5 @@
 """Published figures: every row is in the table, and documents and presets have what the commands print."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`bench/smaller_state.py`: its measures are what they say, and a run at a tiny size."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

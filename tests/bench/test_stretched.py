@@ -1,7 +1,5 @@
 """`bench/pace.py --stretched`: the events of a plan are what the real scheduler takes, at the size of a large model."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

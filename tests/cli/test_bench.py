@@ -1,7 +1,5 @@
 """`superadam bench`: how it times, what the floor moves, and the whole run at a tiny size; never how fast it is."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """`superadam.cli.main`: the commands are found, and every error is one sentence with a fitting exit status."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """`superadam convert` prints arguments that exist, tells what serves instead of other keys, and refuses the rest."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

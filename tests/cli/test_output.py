@@ -3,8 +3,6 @@
 What happens when the interpreter ends needs a process of its own.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`superadam plan`: its answers, its refusals, and what it never does."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

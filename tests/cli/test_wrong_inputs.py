@@ -1,7 +1,5 @@
 """Wrong inputs to the command line, `convert`, `doctor` and `bench`: one sentence on stderr, status 2, and no file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

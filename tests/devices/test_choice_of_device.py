@@ -1,7 +1,5 @@
 """Which device a model gets, and that choosing imports nothing that is not needed."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Every device of this project and its benchmarks passes the conformance suite; a broken one does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -3,8 +3,6 @@
 Everything that does not look at a made-up torch.cuda also runs on every GPU that is there.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import math

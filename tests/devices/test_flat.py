@@ -1,7 +1,5 @@
 """Tensors of many parameters in one flat buffer: aligned, apart from each other, dense in the layout of the state."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Pinned memory: no two tensors overlap, what is free is found again, and nothing is free while a copy needs it."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

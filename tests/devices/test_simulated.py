@@ -1,7 +1,5 @@
 """The simulated device does all as late, and as badly, as a real one may; events of accelerators are torch's own."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

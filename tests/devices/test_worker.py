@@ -1,7 +1,5 @@
 """The worker's thread: order, failures, sleep, idle work, the end."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import threading

@@ -1,7 +1,5 @@
 """All ranks decide alike, or all raise: nothing hangs, and nothing is changed on some ranks only."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os

@@ -1,7 +1,5 @@
 """State in fewer bits on any number of ranks: the bits of one process, and a checkpoint of it as well."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

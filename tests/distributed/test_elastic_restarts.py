@@ -1,7 +1,5 @@
 """Ranks that are killed at random under the documented commands: the run ends with an uninterrupted one's bits."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

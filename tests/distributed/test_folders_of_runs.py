@@ -1,7 +1,5 @@
 """Folders of checkpoints among several processes: two jobs in one folder, and a folder that ranks do not share."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

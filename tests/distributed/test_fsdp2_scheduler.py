@@ -1,7 +1,5 @@
 """Training under `fully_shard` with a scheduler has the bits of training without one, on every rank."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Training under `fully_shard` with a scheduler has the bits of the oracle and of torch's fused AdamW."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from typing import Any

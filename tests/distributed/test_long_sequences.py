@@ -1,7 +1,5 @@
 """`examples/long_sequences.py`: ranks that hold slices of sequences have the gradients of whole ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Ranks that are killed, stopped or fail: the others end with an error, and training resumes with the same bits."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """FSDP2 on one rank, on every device there is: steps with a scheduler have the bits of steps without one."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A schedule of torch.distributed.pipelining: two stages on two ranks have the bits of one process."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

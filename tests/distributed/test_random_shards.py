@@ -1,7 +1,5 @@
 """Random programs over `fully_shard`: with a scheduler they end in the bits of the run without one."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Gradients of bf16 shards count as they were reduced: those of a twin with fp32 shards, which arrive unrounded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """One verdict over all that is trained together: stages of a pipeline, parameters on several meshes, ordinary ones."""
 
-from __future__ import annotations
-
 import math
 import warnings
 import zlib

@@ -3,8 +3,6 @@
 Also of saves beside training.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

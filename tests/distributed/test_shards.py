@@ -1,7 +1,5 @@
 """State of DTensors: fp32 parts on the CPU, shown as DTensors of the parameter's shape and placements."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

@@ -1,7 +1,5 @@
 """State in fewer bits on the GPU: every code, and NaNs with payloads that arithmetic gives on some processors only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

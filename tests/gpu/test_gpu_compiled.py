@@ -1,7 +1,5 @@
 """What every variant of the kernels becomes for NVIDIA's and AMD's GPUs: wide accesses, nothing spills."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter

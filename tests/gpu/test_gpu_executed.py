@@ -4,8 +4,6 @@
 accesses that a GPU would not allow. What NVIDIA's assembler makes of them is not covered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

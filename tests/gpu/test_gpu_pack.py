@@ -1,7 +1,5 @@
 """Packing: what arrives in the buffer, and its norm, have the bits of the CPU kernels, by Triton and by plain torch."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

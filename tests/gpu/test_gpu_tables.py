@@ -1,7 +1,5 @@
 """Tables that stay on the device are those of launches that are alike, and of no others; memory may lack for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What the executor of PTX computes, against exact fractions, and what it finds in small programs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import ptx

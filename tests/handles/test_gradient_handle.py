@@ -1,7 +1,5 @@
 """Handles in `.grad`: whatever a program does with one has the bits of the same done to an ordinary gradient."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Sums on the host add what has arrived, each once and in order, whichever thread waits first."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """Gradients on backends that are registered with torch as PrivateUse1, of which torch gives subclasses no memory."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

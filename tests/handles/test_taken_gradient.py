@@ -1,7 +1,5 @@
 """The record of a taken gradient: its values, its one scale, sums of micro-batches, giving back."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

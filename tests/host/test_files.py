@@ -1,7 +1,5 @@
 """`superadam.host.files`: a file is there whole or as it was, whenever writing fails or the process is killed."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

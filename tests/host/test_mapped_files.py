@@ -1,7 +1,5 @@
 """What was read of a mapped file is given back, and nothing else is touched."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 And threads that stay on it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

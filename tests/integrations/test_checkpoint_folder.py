@@ -1,7 +1,5 @@
 """`superadam.integrations.checkpoint_folder`: the older or the new checkpoint is whole, and damage refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ The folders in deepspeed_data/ were written by DeepSpeed 0.19.8 on CPUs (`suppor
 on N ranks, `universal` by `ds_to_universal`. Where DeepSpeed is installed, they are written anew as well.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`examples/finetune.py`: what it saves loads and has learned, and however a run goes, it ends in the same bits."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """`examples/finetune.py` refuses what it cannot do in one sentence, before a model or data are loaded."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Loops around Accelerate: the bits with a scheduler are those without."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lightning's Trainer with its own loop and `Offload`: the bits with a scheduler are those without."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

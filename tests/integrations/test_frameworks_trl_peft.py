@@ -1,7 +1,5 @@
 """Fine-tuning with TRL and PEFT, in their own loops and with `offload`: a scheduler changes no bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import runpy

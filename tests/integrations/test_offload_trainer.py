@@ -1,7 +1,5 @@
 """`superadam.integrations.transformers.offload`: one line, and any Trainer trains with the same bits as without it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

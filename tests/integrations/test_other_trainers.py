@@ -1,7 +1,5 @@
 """Trainers that make the optimizer themselves train with ours: in their loop, with the bits of our own class."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

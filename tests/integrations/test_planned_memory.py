@@ -1,7 +1,5 @@
 """A run that a GPU or the host cannot hold is refused before its weights are loaded, with what to do."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reduced gradients on one rank: which of them there are, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

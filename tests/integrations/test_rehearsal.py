@@ -1,7 +1,5 @@
 """A rehearsal trains a small model of the kind that was asked for; ranks that would not be sharded are refused."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

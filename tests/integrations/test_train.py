@@ -1,7 +1,5 @@
 """`examples/train.py`, as a person runs it: what it tells and writes, what it notices, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -5,8 +5,6 @@ kernels of this machine. The emulator starts once for a batch of jobs, so the ra
 Hypothesis.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Copies are made also where torch finds no memory for them, and other errors are raised."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

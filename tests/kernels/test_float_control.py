@@ -1,7 +1,5 @@
 """The kernels round to nearest and keep denormals whatever the calling thread has set, and leave its setting alone."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import platform

@@ -1,7 +1,5 @@
 """The oracle itself: its fma against the C library's, its casts against the nearest, its steps against the paper."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from fractions import Fraction

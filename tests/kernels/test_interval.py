@@ -1,7 +1,5 @@
 """The interval test: what it calls certain rounds alike for every factor; every instruction set lists the others."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from functools import partial

@@ -1,7 +1,5 @@
 """Every instruction set has the bits of the oracle, in every pass, dtype, length and alignment."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

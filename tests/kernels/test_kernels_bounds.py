@@ -5,8 +5,6 @@ The kernels run in a forked child, so that a violation is an exit code. (test_ke
 at every byte offset.)
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import mmap

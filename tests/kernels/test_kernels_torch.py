@@ -4,8 +4,6 @@ Lengths are multiples of 64, because torch's fused kernel rounds the scalar tail
 and torch runs on one thread, because each of its threads has such a tail.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """kernels.native: bad tables raise and change nothing; instruction sets and threads are chosen as documented."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

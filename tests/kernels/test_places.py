@@ -1,7 +1,5 @@
 """Where tensors lie: in C as by public names, and every change of it."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import sys

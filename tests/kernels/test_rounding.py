@@ -1,7 +1,5 @@
 """The rounding of `superadam.testing`, in torch, has the bits of the oracle in numpy and of what steps store."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The pool of threads: the same bits for any count, short jobs alone, concurrent callers, fork, and rest when idle."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every private name of torch stands in one module, does what it is relied on for, and can be done without."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

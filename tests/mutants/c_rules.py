@@ -3,8 +3,6 @@
 Left alone are comments, strings, attributes, the conditions of the preprocessor and the heads of macros.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 

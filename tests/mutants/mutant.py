@@ -1,7 +1,5 @@
 """A mutant: one file of the sources with one small fault, which a rule made."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 from dataclasses import dataclass

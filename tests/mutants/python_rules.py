@@ -4,8 +4,6 @@ Left alone is what only readers and type checkers see: docstrings, annotations, 
 assertions of types, texts of errors and of the log.
 """
 
-from __future__ import annotations
-
 import ast
 import bisect
 import io

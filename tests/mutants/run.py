@@ -10,8 +10,6 @@ the first failure. A test hangs, which counts as killed, if it takes twice as lo
 `SPARE` seconds more: so a machine that others slow down kills nothing.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

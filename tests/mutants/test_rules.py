@@ -1,7 +1,5 @@
 """Each rule makes the mutants that it promises, and changes nothing else of a file."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

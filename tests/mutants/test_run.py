@@ -1,7 +1,5 @@
 """The list of equivalent mutants is true of the sources, and a run finds the faults that no test notices."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

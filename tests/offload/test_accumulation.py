@@ -1,7 +1,5 @@
 """Micro-batches: how many make a step is learned; sums are autograd's, or in fp32 on the host."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a scheduler cannot be made for is refused, in one sentence, before anything has changed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace

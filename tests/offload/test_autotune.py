@@ -1,7 +1,5 @@
 """The autotuner and the rules of the placement: what is measured, what counts, and when and how the choice changes."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the model calls, and what comes of it: each gradient is reported once, and goes into a bucket."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

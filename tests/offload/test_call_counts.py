@@ -1,7 +1,5 @@
 """The way of one gradient is short: calls of the package's Python functions in backward and `step()`."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import sys

@@ -3,8 +3,6 @@
 Gradients have any norm that a test asks for: the loss is linear in the parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

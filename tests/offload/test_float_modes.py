@@ -5,8 +5,6 @@ its functions left it is widened, and its fused AdamW steps the masters. Backwar
 given, so that only the products that follow depend on the mode.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import platform

@@ -1,7 +1,5 @@
 """Forked processes and the optimizer: DataLoader workers, and a child that trains on by itself."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Each shape trains with and without a scheduler that speculates on every gradient
 keep their values until `step()`, so nothing that reads them in backward, in any way, may see a difference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

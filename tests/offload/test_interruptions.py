@@ -1,7 +1,5 @@
 """Signals at random moments: a step is made wholly or not at all, nothing hangs, and training goes on as before."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Gradients that are on their way when hooks see them: nothing reads them before they are there."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models that compute late on the simulated accelerator: host, worker and streams run apart, as with a GPU."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

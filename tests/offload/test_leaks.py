@@ -1,7 +1,5 @@
 """Long runs and many schedulers: neither objects nor memory grow in number, and no thread stays."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

@@ -4,8 +4,6 @@
 memory that is not there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

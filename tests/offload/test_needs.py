@@ -1,7 +1,5 @@
 """What a run takes: the sums are those of a real one, and a scheduler compares them before anything is attached."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

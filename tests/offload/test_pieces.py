@@ -1,7 +1,5 @@
 """Parameters larger than a bucket are cut: the bits are those without a scheduler, whatever happens to a piece."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The predicted factor, the width of its interval, what is left out, and what verdicts and lists teach."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

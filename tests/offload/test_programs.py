@@ -4,8 +4,6 @@ An iteration may do anything between backward and `step()` that a program may do
 gradients, write and read weights, change hyper-parameters, replace storage, fail and go on.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

@@ -4,8 +4,6 @@ Each action is tried alone in test_programs.py. What remains is what they do to 
 arrive oddly, and where training goes on from a file, with copies, or under another scheduler.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import io

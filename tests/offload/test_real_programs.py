@@ -3,8 +3,6 @@
 Each program is a whole run with loops, models and wrappers of its own; those of test_programs.py are one iteration.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """The programs that docs/recipes.md lists: they run, and end in the same bits with a scheduler and without."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import re

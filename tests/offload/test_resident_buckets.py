@@ -1,7 +1,5 @@
 """Buckets that stay on the device: the bits of the synchronous run, whatever stays, and whatever users do meanwhile."""
 
-from __future__ import annotations
-
 import math
 import time
 import weakref

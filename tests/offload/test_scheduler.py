@@ -3,8 +3,6 @@
 That no program sees a difference is in test_programs.py.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """Optimizers and schedulers that share parameters: each makes the steps that it makes alone."""
 
-from __future__ import annotations
-
 import pytest
 from support.overlap import loss_of, mlp
 from support.programs import OTHERS, Program, Run, Setting, differences, in_settings

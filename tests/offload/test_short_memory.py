@@ -1,7 +1,5 @@
 """Where the device is short of memory: new values wait on the host, and little is packed ahead of the link."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a scheduler counts adds up, and its trace is a file that Chrome and Perfetto read, whole or not there."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

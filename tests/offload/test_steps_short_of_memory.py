@@ -1,7 +1,5 @@
 """Where memory runs out in a step, the step is made wholly or not at all, and can be made by calling it again."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

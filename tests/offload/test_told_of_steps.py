@@ -1,7 +1,5 @@
 """What is only told of steps may fail: each step is made once, with the same bits, and the log says so once."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Transfers: what travels, in which dtype and buffer, and what waits for what."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Sequence

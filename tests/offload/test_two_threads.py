@@ -1,7 +1,5 @@
 """Public calls from two threads: each is made wholly before or after the other, so that no step is lost or halved."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -4,8 +4,6 @@
 by a test of its own, or there is a reason why nobody could.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

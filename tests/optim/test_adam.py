@@ -1,7 +1,5 @@
 """Steps, speculation, verdicts and rollbacks, one case at a time; test_transaction.py mixes them in any order."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

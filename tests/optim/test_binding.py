@@ -1,7 +1,5 @@
 """Parameters, groups and entries of `state` that change together, between steps."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

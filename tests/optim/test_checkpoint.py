@@ -1,7 +1,5 @@
 """State dicts: to disk, to torch's Adam and AdamW and back, into a fresh process; and every damaged or foreign one."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """State dicts damaged at random: each is loaded as torch's fused Adam loads it, or refused in one sentence."""
 
-from __future__ import annotations
-
 import copy
 import decimal
 import fractions

@@ -1,7 +1,5 @@
 """What is shown of state in fewer bits has the kernels' bits, and so has what is written to it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Encoded state is published decoded: only what somebody asks for, which stays true and may be written to."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Moments in bf16 as a user meets them: what is stored, what is loaded from where, and what never changes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups, published state and kernels stay of one mind, whatever users and frameworks replace, convert or edit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

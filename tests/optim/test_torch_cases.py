@@ -1,7 +1,5 @@
 """torch's own configurations and bad inputs of Adam and AdamW: each is done as torch does it, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import platform
 from typing import Any

@@ -1,7 +1,5 @@
 """What scripts and frameworks expect of anything that calls itself a `torch.optim.Optimizer`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """Copies and pickles of the optimizer go on like the original, and share nothing with it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

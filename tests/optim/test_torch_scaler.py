@@ -1,7 +1,5 @@
 """torch's GradScaler around the optimizer, with speculation and without: unscaling, skips, back-off and outcomes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

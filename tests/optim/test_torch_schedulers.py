@@ -1,7 +1,5 @@
 """torch's learning-rate schedulers drive ours as they drive torch's AdamW."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ is the rounded master, an element that others wrote to it becomes the master's, 
 master along. Lengths are multiples of 64, where torch's fused kernel rounds all elements alike.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The build: only kernels get vector flags, and both a build without them and a CPU without AVX2 work, and say so."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """What is wrong with a wheel is found: a small module with the table of cpu/dispatch.c is built, sound and spoiled."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 import zipfile

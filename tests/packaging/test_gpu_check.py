@@ -1,7 +1,5 @@
 """`make gpu-check`, rehearsed without a GPU: every stage runs, faults become failures, and lost time is told."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """A release is one version everywhere: the metadata, the changelog, CITATION.cff and the tag agree."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -5,8 +5,6 @@ what else it needs: `<!-- given: NAME -->` calls the function of that name below
 own, and `<!-- not run: REASON -->` leaves a block out.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

@@ -1,7 +1,5 @@
 """Python that is started among the sources, which hide what is installed, says what to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The package as people install it: a wheel that needs nothing of the checkout, and an editable install."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Peaks from fake tensors are those that torch's allocator sees, and lie on a line over layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The events of a step agree with what the scheduler was measured to take, and go the way that rates do."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The host's sums are what a process with a real scheduler takes at its peak."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

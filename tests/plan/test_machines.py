@@ -1,7 +1,5 @@
 """Machines' files: each number has a source, and what is wrong is one sentence."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

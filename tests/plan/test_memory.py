@@ -1,7 +1,5 @@
 """What fits, what does not, and what the answer says of it; sums are those of the scheduler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What others write to parameters is kept, and a master is lost only where a value really changed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

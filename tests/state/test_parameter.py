@@ -1,7 +1,5 @@
 """One parameter: which can be held, which gradients fit, every layout, and parameters that kernels cannot reach."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

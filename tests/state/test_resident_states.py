@@ -1,7 +1,5 @@
 """State on the device: it goes there, is stepped there and comes back, bit for bit, and nothing stays behind."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import weakref

@@ -1,7 +1,5 @@
 """Writes that leave no hint are found by samples of each working copy, and nothing is found where nobody wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Lists of uncertain elements in one piece of memory."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 

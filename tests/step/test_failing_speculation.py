@@ -3,8 +3,6 @@
 Also with other hyper-parameters, where it ran out while state was created.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Gradients are gathered with the parameters and hyper-parameters that they belong to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The verdict: norm, non-finite count and clip coefficient, whatever the schedule, the split and the thread count."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

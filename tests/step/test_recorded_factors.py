@@ -1,7 +1,5 @@
 """Factors that were recorded on gradients, judged and applied as torch applies them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Speculation on state that was changed before the verdict is not published, and one that is dropped loses no step."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 And whatever is done to gradients and parameters in between does what it does with torch's tensors.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import operator

@@ -1,7 +1,5 @@
 """A clock for tests of what times actions, or sleeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 

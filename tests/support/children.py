@@ -1,7 +1,5 @@
 """Runs a function in a forked child, where a crash, a hang or a fresh thread pool is an outcome to look at."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

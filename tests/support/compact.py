@@ -4,8 +4,6 @@ Arrays are flat. A *turn* is that of a step (`Coefficients.turn`); positions cou
 parameter, modulo 64, and `phase` is that of a segment's first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

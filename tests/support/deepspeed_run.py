@@ -5,8 +5,6 @@
 writes checkpoints, and to losses.json the losses of the steps that follow. Without DeepSpeed, only the model is used.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Floating-point modes of the calling thread that kernels do not have."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ no concern. `adam_formula` has the names and the order of its counterpart in `cp
 control register of the calling thread must be as the process started: round to nearest, denormals kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction

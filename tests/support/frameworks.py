@@ -3,8 +3,6 @@
 No framework's loop is changed: a test hands over the optimizer, and opens the scheduler where a user would.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence

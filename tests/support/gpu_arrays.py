@@ -3,8 +3,6 @@
 They run compiled where there is a GPU, in Triton's interpreter elsewhere (`support/__init__.py`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """What tests check of the kernels of superadam.gpu, whether these are interpreted, compiled, or executed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ notes the launch. `Compilers` compiles what was noted in processes of its own, b
 may be interpreted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

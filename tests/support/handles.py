@@ -1,7 +1,5 @@
 """Stand-ins for what a taken gradient belongs to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Elements that put the interval test to the test: new values beside midpoints, cancellation, denormals, specials."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

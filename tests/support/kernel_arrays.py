@@ -1,7 +1,5 @@
 """Jobs for the kernels: arrays at any byte offset between canary bytes, and what the oracle expects of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -6,8 +6,6 @@ kernels that lack an instruction set, or in an emulator of a CPU that lacks one.
 `Tensor`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,7 +1,5 @@
 """Small models of transformers with random weights, always the same ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

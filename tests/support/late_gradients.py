@@ -1,7 +1,5 @@
 """Gradients that are still being computed, or copied to the host, when hooks see them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

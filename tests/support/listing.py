@@ -1,7 +1,5 @@
 """A kernel pass that lists uncertain elements, and what the oracle says is in the list."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from functools import partial

@@ -1,7 +1,5 @@
 """Machines that are made up: what their files, their environment and their programs say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Run as a program it tries many of them; `make sanitize` does so with kernels tha
 not there.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging

@@ -1,7 +1,5 @@
 """Small optimizers, what they may have, and steps that they make alike."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """A scheduler at its worst timing, small models, and the same training with and without overlap."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys

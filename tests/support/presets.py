@@ -1,7 +1,5 @@
 """The models of examples/presets: the rows of the table in docs/presets.md, and what plans of them found before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

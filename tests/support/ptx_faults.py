@@ -1,7 +1,5 @@
 """Faults that are planted in PTX by rule: in operators, operands, roundings, predicates and addresses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs a test on several ranks that talk through gloo, in processes that stay for the next tests of a file."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

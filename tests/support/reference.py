@@ -3,8 +3,6 @@
 It shares nothing with the optimizer but the coefficients of the formula.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Small models under `fully_shard`, and the parts of DTensors on this rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which files of tests are slow as a whole: told from their text, because importing some of them takes seconds."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -6,8 +6,6 @@ some of its smaller ones fail. A simulated device answers with torch's error of 
 as memory-free.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import itertools

@@ -5,8 +5,6 @@ a failure shrinks to a short array of a simple kind. Hyper-parameters that are d
 out: Python itself reads them as zeros while denormals are flushed.
 """
 
-from __future__ import annotations
-
 import enum
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a user can see of an optimizer, as bits: to show that something changed nothing, or that two runs are one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Run as a script, in a process that has not imported superadam. `python without_names.py`.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools
