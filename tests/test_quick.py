@@ -18,5 +18,6 @@ def test_each_folder_has_a_file_that_is_not_slow_as_a_whole(folder: Path) -> Non
 def test_only_the_quick_run_leaves_tests_out() -> None:
     makefile = (TESTS.parent / "Makefile").read_text()
     runs = re.findall(r"^([\w-]+):.*\n(?:\t.*\n)*?\t.*-m pytest (.*)$", makefile, re.MULTILINE)
-    assert dict(runs).keys() == {"test", "test-quick", "test-deep"}
+    assert dict(runs).keys() == {"suite", "test-quick", "test-deep"}
     assert [name for name, options in runs if " -m " in options] == ["test-quick"]
+    assert re.search(r"^test:.*\n\t.* suite\b", makefile, re.MULTILINE)

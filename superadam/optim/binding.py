@@ -399,6 +399,7 @@ class Binding(GradientHolder):
             self._transaction.table.forget_all_but(states)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
+        self.published.let_go(table.states)
         self.published.look(table)
         if self.overlap is not None:
             self.overlap._follow(self._transaction)
