@@ -219,16 +219,17 @@ class ParameterTable:
 
         Their pointers are no longer used: whatever reads them before they are refreshed is an error.
         """
-        positions = (len(ARRAYS) * rows[:, None] + np.arange(len(ARRAYS))).ravel()
-        arrays = [self._arrays[position] for position in positions.tolist()]
+        width, chosen = len(ARRAYS), rows.tolist()
+        arrays = [array for row in chosen for array in self._arrays[width * row : width * (row + 1)]]
         found: dict[int, list[str]] = {}
-        before = self._places.take(positions, axis=0)  # an index fails without an error when memory is short
-        for position in positions[compare(arrays, before)[0]].tolist():
-            row, column = divmod(position, len(ARRAYS))
-            found.setdefault(row, []).append(ARRAYS[column])
-            self._places[position, ADDRESS] = NOWHERE  # until it is bound again
+        # numpy's arithmetic and indices of two dimensions fail without an error when memory is short.
+        before = self._places.reshape(len(self.states), -1).take(rows, axis=0).reshape(-1, self._places.shape[1])
+        for number in compare(arrays, before)[0]:
+            row, name = chosen[number // width], ARRAYS[number % width]
+            found.setdefault(row, []).append(name)
+            self._places[width * row + number % width, ADDRESS] = NOWHERE  # until it is bound again
             for piece in (self.states[row], *self.states[row].cuts):
-                self._rows[piece.row][ARRAYS[column]] = 0
+                self._rows[piece.row][name] = 0
         return found
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
