@@ -17,9 +17,9 @@ export PYTHONSAFEPATH := 1
 # torch's OpenMP threads would spin between its operations, and slow down whatever else wants these cores.
 export OMP_WAIT_POLICY := passive
 
-# A file's tests stay together: some share what took long to make. Slow files begin. One process more than two cores, because
+# A file's tests stay together: some share what took long to make. Slow files begin. Two processes for each of two cores, because
 # tests of several ranks, of commands and of threads wait for much of their time.
-IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo wheels test suite test-quick test-deep test-mutants sanitize docs arm-test torch-test gpu-check gpu-wheels peers lint format clean
 

@@ -219,11 +219,11 @@ class ParameterTable:
 
         Their pointers are no longer used: whatever reads them before they are refreshed is an error.
         """
-        width, chosen = len(ARRAYS), rows.tolist()
+        width, places, chosen = len(ARRAYS), self._places.shape[1], rows.tolist()
         arrays = [array for row in chosen for array in self._arrays[width * row : width * (row + 1)]]
         found: dict[int, list[str]] = {}
         # numpy's arithmetic and indices of two dimensions fail without an error when memory is short.
-        before = self._places.reshape(len(self.states), -1).take(rows, axis=0).reshape(-1, self._places.shape[1])
+        before = self._places.reshape(-1, width, places).take(rows, axis=0).reshape(-1, places)
         for number in compare(arrays, before)[0]:
             row, name = chosen[number // width], ARRAYS[number % width]
             found.setdefault(row, []).append(name)

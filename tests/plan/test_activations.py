@@ -14,6 +14,8 @@ from superadam.plan import UnplannableError, attention  # noqa: E402
 from superadam.plan.activations import LAYERS, STAGES, Activations, activations_of, peaks_of, recomputing, run  # noqa: E402
 from superadam.plan.models import build, on_meta, with_layers  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -54,7 +56,6 @@ def measured(config: Any, loss: str, checkpointing: bool) -> int:
     return peak
 
 
-@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpoints", "no checkpoints"])
 @pytest.mark.parametrize("loss", ["chunked", "full"])
@@ -71,7 +72,6 @@ ONE_OF_EACH = {preset.model_type: name for name, preset in presets().items()}
 """A preset of each architecture."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_peaks_of_presets_lie_on_a_line(name: str) -> None:
     """Two more periods of layers add twice what one does, within 0.1 percent; few tokens do: logits are in chunks."""

@@ -28,6 +28,8 @@ from superadam.plan.memory import (
     total,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALLER = {"moments": "bf16", "master": "24bit"}
 
 
@@ -54,7 +56,6 @@ def gpt_oss() -> Planned:
     return planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192)
 
 
-@pytest.mark.slow
 def test_whole_logits_of_gpt_oss_are_refused_and_named() -> None:
     subject, setting, memory, found = planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192, loss="full")
     assert not memory.trains
