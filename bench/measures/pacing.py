@@ -23,10 +23,13 @@ from measures.paced_device import PacedDevice, Rates
 from measures.peers import FUSED
 from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.cli.bench.arrays import ADAMW_OPTIONS
+from superadam.cli.bench import passes
+from superadam.cli.bench.arrays import ADAMW_OPTIONS, PassArrays
 from superadam.cli.bench.pairs import Action, Spread
+from superadam.cli.plan.rates import PASSES, WITH_NORM
 from superadam.devices import Stream
 from superadam.kernels import native
+from superadam.kernels.native import Dtype
 from superadam.offload.autotune import FREE_SHARE
 from superadam.offload.needs import BYTES_OF_STATE
 from superadam.offload.placement import Placement
@@ -50,6 +53,9 @@ WARM_UPS = 2
 
 TIMED = 4
 """Timed iterations of a turn."""
+
+MOST_OF_PASSES = 1 << 26
+"""Elements over which passes are timed: more take as long for each."""
 
 SEEDS = 50
 """Tried, to have the wanted share of clipped steps also in a run's few steps, and in the fewer that are timed."""
@@ -195,6 +201,7 @@ class Row:
         parameters, layers: of the model, in bf16.
         ratio: of backward's time to the CPU's Adam time.
         adam_seconds: of a plain step on all threads, measured before the row.
+        passes: seconds of an element in each pass of the kernels, by the names that `superadam plan` has for them.
         backward_seconds, forward_seconds: of the device.
         lr: learning rate.
         clipped_share: of the timed steps.
@@ -207,6 +214,7 @@ class Row:
     layers: int
     ratio: float
     adam_seconds: float
+    passes: dict[str, float]
     backward_seconds: float
     forward_seconds: float
     lr: float
@@ -381,6 +389,7 @@ def _row(
             layers=len(gradients.numels),
             ratio=ratio,
             adam_seconds=adam,
+            passes=seconds_of_passes(min(total, MOST_OF_PASSES), threads),
             backward_seconds=clock.model.backward_seconds,
             forward_seconds=clock.model.forward_seconds,
             lr=settings.lr,
@@ -454,6 +463,16 @@ def _seconds_of(action: Action, clock: Callable[[], float] = time.perf_counter) 
         action()
         seconds.append(clock() - begin)
     return min(seconds[WARM_UPS:])
+
+
+def seconds_of_passes(numel: int, threads: int) -> dict[str, float]:
+    """Return the seconds of an element in each pass over so many, in bf16 with fp32 state."""
+    arrays = PassArrays(numel, Dtype.BFLOAT16, Dtype.BFLOAT16)
+    setting = passes.Setting(native.active_isa(), threads, Dtype.BFLOAT16, Dtype.BFLOAT16)
+    return {
+        name: _seconds_of(passes.action(arrays, which, setting, with_norm=name in WITH_NORM)) / numel
+        for name, which in PASSES.items()
+    }
 
 
 def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> SideResult:

@@ -16,6 +16,7 @@ from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.devices import Stream
 from superadam.kernels import native
 from superadam.offload.placement import Placement
+from superadam.plan.events import Passes
 
 TINY = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "2"]
 
@@ -45,6 +46,8 @@ def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, c
     for row in read["rows"]:
         assert (row["parameters"], row["layers"]) == (4096, 4)
         assert row["backward_seconds"] == row["ratio"] * row["adam_seconds"]
+        assert set(row["passes"]) == {field.name for field in dataclasses.fields(Passes)}
+        assert min(row["passes"].values()) > 0.0
         clock = row["clock"]["seconds"]["median"]
         assert clock >= 0.999 * (row["forward_seconds"] + row["backward_seconds"])  # sums of differences of times
         assert row["clock"]["over_clock"] == 1.0

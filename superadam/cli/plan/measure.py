@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from superadam.cli.plan.rates import PASSES, WITH_NORM
 from superadam.plan import UnplannableError
 from superadam.plan.machines import Kind, Machine, Rate
 
@@ -15,8 +16,7 @@ def measured(base: Machine, rows: Iterable[Mapping[str, Any]], host_bytes: int, 
     seconds = {
         (row["pass"], row["norm"]): row["seconds"]["median"] / row["numel"] for row in rows if row["moments"] == "f32"
     }
-    wanted = {"norm": ("norm", True), "speculate": ("speculate", True), "commit": ("commit", False)}
-    wanted |= {"fused": ("commit_and_speculate", True), "update": ("update", False)}
+    wanted = {name: (which.name.lower(), name in WITH_NORM) for name, which in PASSES.items()}
     if missing := [key for key, row in wanted.items() if row not in seconds]:
         raise UnplannableError(
             f"the results have no {missing[0]} over fp32 state, expected those of all passes; run superadam bench"

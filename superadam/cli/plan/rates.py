@@ -16,6 +16,9 @@ PASSES = {
 }
 """The kernels' pass of each field of `Passes`."""
 
+WITH_NORM = ("norm", "speculate", "fused")
+"""Those that sum the norm of gradients that have just arrived."""
+
 
 def seconds_of(machine: Machine, format: Format = Format.PLAIN) -> Passes:
     """Return the seconds of an element in each pass over state of a format: of its bytes or of its arithmetic.
