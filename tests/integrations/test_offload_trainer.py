@@ -5,6 +5,7 @@ import copy
 import io
 import math
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import transformers as integration
+from superadam.integrations.stopping import SavesOnSignal
 from superadam.integrations.transformers import offload
 
 pytestmark = [
@@ -497,6 +499,15 @@ def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog):
     assert told.startswith("1,000,000,000 parameters are fp32 on the device, where weights and gradients take 4.00 GB")
     assert "dtype=torch.bfloat16" in told
     assert "bf16: false" in told
+
+
+def test_signals_are_the_program_s_own_after_training(tmp_path):
+    before, trainer = signal.getsignal(signal.SIGTERM), trainer_in(tmp_path, torch.bfloat16)
+    with SavesOnSignal(trainer) as saves:
+        assert signal.getsignal(signal.SIGTERM) is not before
+        assert saves in trainer.callback_handler.callbacks
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert saves not in trainer.callback_handler.callbacks
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

@@ -165,10 +165,11 @@ def test_work_in_the_step_is_not_hidden(device_class: type[Device], monkeypatch:
         return step(*arguments)
 
     monkeypatch.setattr(Transaction, "step", slow)
+    begin = time.perf_counter()
     with eager(optimizer, model, device=device_class()) as scheduler:
         train(model, optimizer, range(3))
         counts = scheduler.statistics
-        assert counts.step_seconds >= 0.06
+        assert 0.06 <= counts.step_seconds <= time.perf_counter() - begin
         assert counts.hidden_share <= counts.worker_seconds / (counts.worker_seconds + 0.06) < 1.0
 
 
