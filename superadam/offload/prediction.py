@@ -201,7 +201,7 @@ class Predictor:
             uncertain = self._uncertain * _spread(_around(1.0, width))
             if hits < LEAST_HITS or uncertain * LISTED_SHARE > 1.0:
                 continue
-            cost = 1.0 - hits + hits * uncertain * PATCH_COST
+            cost = hits * (uncertain * PATCH_COST - 1.0)
             if best is None or cost < best[0]:
                 best = cost, width
         return None if best is None else best[1]

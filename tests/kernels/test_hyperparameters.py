@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.strategies import USUAL, hyperparameters, scales
 
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.hyperparameters import Coefficients, Scale, beta_power
+from superadam.kernels.hyperparameters import Coefficients, Scale, beta_power, described
 from superadam.kernels.native import Flag
 from superadam.state.parameter import Arithmetic
 from superadam.state.table import CoefficientTable
@@ -76,3 +76,10 @@ def test_table_tells_hyperparameters_apart_that_did_not_live_together():
     rates = [float(rate) for rate in range(1, 3001)]
     indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), Arithmetic.FLOAT) for rate in rates]
     assert indices == list(range(3000))
+
+
+def test_errors_show_values_of_less_than_eighty_letters() -> None:
+    shown = ["a" * 23, "a" * 22, "a" * 22]
+    assert described(shown) == repr(shown)
+    assert len(described(shown)) == 79
+    assert described(["a" * 23, "a" * 23, "a" * 22]) == "a list"

@@ -101,6 +101,12 @@ def test_few_layers_stand_for_all() -> None:
     assert found.last < found.layers
 
 
+def test_two_layers_stand_for_themselves() -> None:
+    found = planned(small("llama", 2))
+    assert found.layers == peaks_of(small("llama", 2), SEQUENCES, TOKENS)[LAYERS]
+    assert found.last == peaks_of(small("llama", 1), SEQUENCES, TOKENS)[LAYERS]
+
+
 @pytest.mark.parametrize("tokens", [128, 1024])
 def test_whole_logits_cost_what_they_weigh(tokens: int) -> None:
     config = small("llama", 2)
