@@ -102,6 +102,21 @@ def edit_gradients(model: Any, scheduler: OffloadScheduler | None, step: int) ->
             parameter.grad.add_(1.0)
 
 
+def edit_in_kept_memory(model: Any, scheduler: OffloadScheduler | None, step: int) -> None:
+    """Write to a gradient's memory, which a hook has kept, past its version counter."""
+    if step == 0:
+        model.kept = []
+
+        def keep(parameter: Any) -> None:
+            part = local(parameter.grad)
+            model.kept.append(torch.empty(0, dtype=part.dtype).set_(part.untyped_storage(), 0, (part.numel(),), (1,)))
+
+        model[1].weight.register_post_accumulate_grad_hook(keep)
+    for memory in model.kept:
+        memory.mul_(0.5)
+    model.kept.clear()
+
+
 def place(model: Any, scheduler: OffloadScheduler | None, step: int) -> None:
     if scheduler is not None:
         scheduler.place(gpu_buckets=step % 3, bucket_numel=10 + 10 * (step % 2))
@@ -136,6 +151,7 @@ PROGRAMS = {
     "every step is clipped": Program(shapes=FINE, clips="ours", options={"lr": 1e-5}),
     "torch clips every step": Program(shapes=FINE, steps=9, clips="torch", options={"lr": 1e-5}),
     "smaller state": Program(options={"moments": "8bit", "master": "24bit"}, shapes=[(64, 128), (128, 64)]),
+    "gradients' memory that a hook keeps": Program(edit=edit_in_kept_memory),
     "tied weights": Program(shapes=[(8, 8)] * 2, mesh="tied"),
 }
 
