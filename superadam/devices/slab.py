@@ -98,8 +98,8 @@ class Gaps:
         self.ranges = joined
 
 
-class _Lease(weakref.ref[Any]):
-    """A reference to what keeps a range taken, whose callback is a function of C: no signal can interrupt it."""
+class Lease(weakref.ref[Any]):
+    """A reference to what keeps memory taken, whose callback is a function of C: no signal can interrupt it."""
 
     __slots__ = ("begin", "size")
     begin: int
@@ -130,8 +130,8 @@ class Slab:
             raise
         self._gaps = Gaps(self.size)
         # Leases end in any thread at any moment, also while this object is in use: they only append here.
-        self._returned: collections.deque[_Lease] = collections.deque()
-        self._leases: dict[int, _Lease] = {}  # by where they begin
+        self._returned: collections.deque[Lease] = collections.deque()
+        self._leases: dict[int, Lease] = {}  # by where they begin
         weakref.finalize(self, _let_go, memory, self._address, registrar, os.getpid()).atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -146,7 +146,7 @@ class Slab:
             return None
         lease: Any = (ctypes.c_char * size).from_address(self._address + begin)
         lease.slab = self
-        reference = _Lease(lease, self._returned.append)
+        reference = Lease(lease, self._returned.append)
         reference.begin, reference.size = begin, size
         self._leases[begin] = reference
         return torch.frombuffer(lease, dtype=dtype, count=numel)

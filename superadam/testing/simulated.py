@@ -25,9 +25,10 @@ from superadam.devices.interface import ChunkSums
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.worker import Job, Work, Worker
 from superadam.distributed.shards import local_of
+from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.testing.accelerator import Questions, SimulatedAccelerator, copy_all
+from superadam.testing.accelerator import Questions, SimulatedAccelerator
 
 PINNED_BYTES = 1 << 18
 """Memory of the host that is pinned from the beginning."""
@@ -86,7 +87,7 @@ class SimulatedDevice(CudaDevice):
         """
         tensor = self.accelerator.allocate(values, is_on_host=on_host)
         target, source = self.accelerator.alias(tensor), values.detach().clone()
-        self.accelerator.current_stream().enqueue(lambda: copy_all([target], [source]))
+        self.accelerator.current_stream().enqueue(lambda: copy_each([target], [source]))
         return tensor
 
     def finish(self) -> None:
