@@ -7,9 +7,11 @@ Nothing here keeps the parameter alive, because its `.grad` leads back here.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import enum
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from superadam.devices.flat import JoinedTensor
 from superadam.distributed import shards
-from superadam.handles.host_sum import HostSum
+from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.kernels.torch_private import version_of
 
@@ -47,6 +49,38 @@ class GradientHolder:
     def unrounded(self, new: Tensor) -> Tensor:
         """Return the unrounded values, if known, of a gradient that is being added to one that was taken."""
         return new
+
+
+class HostSum:
+    """An event that has passed once every gradient that was sent is in `total`: whoever waits for it adds them.
+
+    Gradients are added in the order in which they were sent, in the dtype of `total`. Where that `is_empty`, the first
+    one replaces what it holds.
+    """
+
+    def __init__(self, total: Tensor, *, is_empty: bool) -> None:
+        self.total, self._is_empty = total, is_empty
+        self._parts: collections.deque[tuple[Tensor, Any]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def add(self, part: Tensor, arrived: Any) -> None:
+        """Let a gradient on the host be added once the event `arrived` has passed."""
+        self._parts.append((part, arrived))
+
+    def query(self) -> bool:
+        """Return whether all have arrived, so that waiting only adds them."""
+        return all(arrived.query() for _, arrived in [*self._parts])
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Add those that were not added yet, once they have arrived; in any thread."""
+        with deferred_signals(), self._lock, native.usual_float_mode():
+            while self._parts:
+                part, arrived = self._parts[0]
+                arrived.synchronize()
+                (self.total.copy_ if self._is_empty else self.total.add_)(part)
+                self._is_empty = False
+                self._parts.popleft()
 
 
 class FactorKind(enum.Enum):
@@ -266,10 +300,7 @@ class TakenGradient:
         """Make a product at once, in the floating-point mode of the thread; of an unrounded gradient on the CPU."""
         product = self.scaled().clone()
         factor.apply(product)
-        self.pending, self.factors = product, ()
-        self.norm = self._flat = None
-        self.in_use = False
-        self.version += 1
+        self._become(product)
 
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
@@ -306,13 +337,10 @@ class TakenGradient:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
         if self.factors:
             self.pending, self.factors = self.scaled(), ()
-        if self.in_use:
+        elif self.in_use:
             self.pending = self.ready().clone()
         self._add(self.holder.unrounded(new).detach())
-        self._flat = None
-        self.in_use = False
-        self.norm = None
-        self.version += 1
+        self._become(self.pending)
 
     def become_sum(self, total: Tensor) -> None:
         """Move into memory on the host, in its dtype, to which further micro-batches are added."""
@@ -331,10 +359,12 @@ class TakenGradient:
 
     def zero(self) -> None:
         """Become zeros, in memory of their own."""
-        self.pending = torch.zeros_like(self.pending)
-        self.arrived = self.norm = self._flat = None
-        self.factors = ()
-        self.in_use = False
+        self._become(torch.zeros_like(self.pending))
+        self.arrived = None
+
+    def _become(self, values: Tensor) -> None:
+        """Have other values, to which all products were applied, in memory that no work under way reads."""
+        self.pending, self.factors, self.norm, self._flat, self.in_use = values, (), None, None, False
         self.version += 1
 
     def leave_speculation(self) -> None:

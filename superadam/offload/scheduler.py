@@ -18,15 +18,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
-from superadam.handles.host_sum import HostSum
-from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -34,11 +33,10 @@ from superadam.kernels.torch_private import check_can_take, is_short_of_memory, 
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
-from superadam.offload.hooks import Hooks
+from superadam.offload.hooks import Hooks, Marked, ReducedGroups
 from superadam.offload.needs import bytes_of_resident, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
-from superadam.offload.reduction import Marked, ReducedGroups
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
@@ -51,11 +49,6 @@ from superadam.step.outcome import Applied, StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
-
-
-class _Counted(NamedTuple):
-    displaced: int
-    resolve_seconds: float
 
 
 def _end(pipeline: Pipeline | None, device: Device | None) -> None:
@@ -127,7 +120,8 @@ class OffloadScheduler(GradientHolder):
             _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
         self.optimizer, self._binding = optimizer, optimizer._binding
         self.statistics, self.trace = OverlapStatistics(), Trace()
-        self._before = self._counted  # the present step
+        counts = optimizer.statistics
+        self._counted = counts.displaced, counts.resolve_seconds  # before the present step
         self._backward_began: float | None = None
         self._caught_up = 0.0  # when the last call of _catch_up() returned
         parameters = [*map(shards.local_of, parameters_of(optimizer))]
@@ -206,10 +200,8 @@ class OffloadScheduler(GradientHolder):
                 self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
                 self._binding.look()
                 limit = self.optimizer.max_grad_norm
-                known = math.inf if limit is None else limit
-                self._pipeline.limit = known if self._transaction.ranks is None else None
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
-                    self._pipeline.send(bucket, self._hyper)
+                    self._pipeline.send(bucket, self._hyper, math.inf if limit is None else limit)
         except Exception as error:
             if not isinstance(error, ValueError) and not is_short_of_memory(error):
                 raise
@@ -247,8 +239,10 @@ class OffloadScheduler(GradientHolder):
 
     def _conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
         """Tell of a step: each listener by itself, once nothing of the step is left to be read by the next."""
-        now, began, before = time.perf_counter(), self._backward_began, self._before
-        self._hyper, self._backward_began, self._before = [], None, self._counted
+        now, began = time.perf_counter(), self._backward_began
+        self._hyper, self._backward_began = [], None
+        counts, (displaced, resolve_seconds) = self.optimizer.statistics, self._counted
+        self._counted = counts.displaced, counts.resolve_seconds
         awaited_at = math.inf
         if self._pipeline is not None:
             awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
@@ -263,17 +257,12 @@ class OffloadScheduler(GradientHolder):
             if self._transaction is not None:
                 tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
-                update_seconds = self._before.resolve_seconds - before.resolve_seconds
+                update_seconds = counts.resolve_seconds - resolve_seconds
                 tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
-            if self._before.displaced > before.displaced:
+            if counts.displaced > displaced:
                 tell("choosing the placement", self._make_room)
             tell("waking the worker", self._pipeline.wake)
         self.statistics.step_seconds += time.perf_counter() - self._caught_up
-
-    @property
-    def _counted(self) -> _Counted:
-        counts = self.optimizer.statistics
-        return _Counted(counts.displaced, counts.resolve_seconds)
 
     def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:
         """Trace a step whose backward began then, if that is known; without an outcome where it was dropped."""

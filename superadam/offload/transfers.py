@@ -117,7 +117,7 @@ class Transfers(NewValues):
                 if is_narrowed or not state.lies_as_read(gradient):
                     gradient = taken.ready()
                 if is_narrowed:
-                    gradient = self.narrowed(gradient, keeps_dtype=False)
+                    gradient = gradient.to(dtype_on_link(gradient, self.transfer_dtype))
                 if taken.arrived is not None:
                     under_way[taken.arrived] = None
                 taken.pending = state.host_gradient(gradient)
@@ -282,12 +282,9 @@ class Transfers(NewValues):
     def _is_narrowed(self, taken: TakenGradient) -> bool:
         return self.narrows and not taken.is_unrounded
 
-    def narrowed(self, gradient: Tensor, *, keeps_dtype: bool = True) -> Tensor:
+    def narrowed(self, gradient: Tensor) -> Tensor:
         """Return a gradient that does not travel, rounded as if it had."""
-        if not self.narrows:
-            return gradient
-        narrow = gradient.to(dtype_on_link(gradient, self.transfer_dtype))
-        return narrow.to(gradient.dtype) if keeps_dtype else narrow
+        return gradient.to(dtype_on_link(gradient, self.transfer_dtype)).to(gradient.dtype)
 
     # ---- new values --------------------------------------------------------------------------------------------------
 

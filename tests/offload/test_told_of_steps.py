@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
 from superadam.devices import Device
 from superadam.host import telling
-from superadam.offload.accumulation import Accumulation
 from superadam.offload.autotune import Autotuner
-from superadam.offload.buckets import Bucketer
+from superadam.offload.buckets import Accumulation, Bucketer
 from superadam.offload.hooks import Hooks
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.prediction import Predictor
