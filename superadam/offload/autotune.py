@@ -20,7 +20,7 @@ from superadam.devices import Device
 from superadam.host.memory import gigabytes
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import Placement, last_pieces, numel_of_buckets
+from superadam.offload.placement import Placement, numel_of_buckets
 from superadam.state.parameter import Piece
 
 _logger = logging.getLogger("superadam")
@@ -189,14 +189,12 @@ class Autotuner:
         free = (self._device.free_bytes() or 0) + self._bytes_of_state * resident_now
         each = self._bytes_of_state + self._bytes_of_gradient
         elements = max(0, int(free * FREE_SHARE / each))  # a peak may have been higher
-        buckets = elements // self.placement.bucket_numel
-        while buckets and self._elements_of(buckets) > elements:
-            buckets -= 1
-        return buckets
-
-    def _elements_of(self, buckets: int) -> int:
-        placement = replace(self.placement, gpu_buckets=buckets)
-        return sum(piece.shape.numel() for piece in last_pieces(self.order, placement))
+        taken = 0
+        for piece in reversed(self.order):
+            if taken + piece.shape.numel() > elements:
+                return taken // self.placement.bucket_numel
+            taken += piece.shape.numel()
+        return elements // self.placement.bucket_numel
 
     def shrink(self) -> None:
         """Keep half as many buckets, and never more from now on: the device has no memory for the present number."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ EMPTY_STEPS = 3  # of whose gradients none could be taken, before the program is
 DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bucket:
     """Gradients that are sent together, by the pieces they are of; `numel` counts the elements of all.
 
@@ -36,26 +36,9 @@ class Bucket:
     """
 
     is_resident: bool
-    gradients: Mapping[Piece, TakenGradient]
-    numel: int
-    made: tuple[Event, ...] = ()
-
-
-class _Filling:
-    __slots__ = ("entries", "made", "numel")
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[Piece, TakenGradient]] = []
-        self.made: dict[Event, None] = {}
-        self.numel = 0
-
-    def current(self, is_resident: bool) -> Bucket | None:
-        """Return the latest gradient of each piece, unless it was given back; None if that leaves nothing."""
-        members = {piece: taken for piece, taken in dict(self.entries).items() if taken.given is None}
-        numel = sum([piece.shape.numel() for piece in members])
-        if not members:
-            return None
-        return Bucket(is_resident, members, numel, tuple(self.made))
+    gradients: dict[Piece, TakenGradient] = field(default_factory=dict)
+    numel: int = 0
+    made: dict[Event, None] = field(default_factory=dict)
 
 
 class Accumulation:
@@ -130,7 +113,7 @@ class Bucketer:
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         # By whether they are resident. A handler may raise anywhere: what misses its bucket is left to step().
-        self._filling: dict[bool, _Filling] = {}
+        self._filling: dict[bool, Bucket] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
         self.take_from(())
@@ -170,12 +153,12 @@ class Bucketer:
         full: list[Bucket | None] = []
         for piece in state.pieces:
             is_resident = piece in self.resident and not self._device.is_host(taken.pending)
-            filling = self._filling.get(is_resident) or self._filling.setdefault(is_resident, _Filling())
-            filling.entries.append((piece, taken))
-            filling.numel += piece.shape.numel()
+            bucket = self._filling.get(is_resident) or self._filling.setdefault(is_resident, Bucket(is_resident))
+            bucket.gradients[piece] = taken
+            bucket.numel += piece.shape.numel()
             if made is not None:
-                filling.made[made] = None
-            if filling.numel >= self.bucket_numel or piece is self.last:
+                bucket.made[made] = None
+            if bucket.numel >= self.bucket_numel or piece is self.last:
                 full.append(self._filled(is_resident))
         if state.cuts:  # whose gradient keeps its memory until all of it is sent
             full += self.rest()
@@ -204,8 +187,13 @@ class Bucketer:
         return [filled for is_resident in sorted(self._filling) if (filled := self._filled(is_resident))]
 
     def _filled(self, is_resident: bool) -> Bucket | None:
-        ended = self._filling.pop(is_resident, None)  # for one thread only
-        return None if ended is None else ended.current(is_resident)
+        """Return a bucket without the gradients that were given back; None if that leaves nothing."""
+        bucket = self._filling.pop(is_resident, None)  # for one thread only
+        if bucket is None:
+            return None
+        bucket.gradients = {piece: taken for piece, taken in bucket.gradients.items() if taken.given is None}
+        bucket.numel = sum([piece.shape.numel() for piece in bucket.gradients])
+        return bucket if bucket.gradients else None
 
     def forget(self, taken: TakenGradient) -> bool:
         """Forget a gradient that was given back; return whether it was taken in the present step."""
