@@ -272,12 +272,10 @@ class TakenGradient:
         if not self.factors:
             return pending.to(self.exact_dtype)
         scaled = torch.empty_like(pending, dtype=self.exact_dtype).copy_(pending)
+        apply = Factor.apply if pending.device == self.device else Factor.apply_on_host
         with native.usual_float_mode():
             for factor in self.factors:
-                if pending.device == self.device:
-                    factor.apply(scaled)
-                else:
-                    factor.apply_on_host(scaled)
+                apply(factor, scaled)
         return scaled
 
     def _copy_of(self, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -116,7 +116,6 @@ class Bucketer:
         self._filling: dict[bool, Bucket] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
-        self.take_from(())
 
     def take_from(self, states: Iterable[ParameterState]) -> None:
         """Take the gradients of these parameters only; those that were taken before are in `.grad`."""
@@ -150,7 +149,7 @@ class Bucketer:
             taken.become_sum(torch.empty_strided(state.shape, state.strides, dtype=state.dtype, device="cpu"))
             return []
         self._taken[key] = weakref.ref(taken)
-        full: list[Bucket | None] = []
+        full: list[Bucket] = []
         for piece in state.pieces:
             is_resident = piece in self.resident and not self._device.is_host(taken.pending)
             bucket = self._filling.get(is_resident) or self._filling.setdefault(is_resident, Bucket(is_resident))
@@ -159,10 +158,10 @@ class Bucketer:
             if made is not None:
                 bucket.made[made] = None
             if bucket.numel >= self.bucket_numel or piece is self.last:
-                full.append(self._filled(is_resident))
+                full += self._filled(is_resident)
         if state.cuts:  # whose gradient keeps its memory until all of it is sent
             full += self.rest()
-        return [bucket for bucket in full if bucket is not None]
+        return full
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
@@ -184,16 +183,16 @@ class Bucketer:
 
     def rest(self) -> list[Bucket]:
         """Return the buckets that have begun, full or not."""
-        return [filled for is_resident in sorted(self._filling) if (filled := self._filled(is_resident))]
+        return [bucket for is_resident in sorted(self._filling) for bucket in self._filled(is_resident)]
 
-    def _filled(self, is_resident: bool) -> Bucket | None:
-        """Return a bucket without the gradients that were given back; None if that leaves nothing."""
+    def _filled(self, is_resident: bool) -> list[Bucket]:
+        """Return a bucket without the gradients that were given back, unless that leaves nothing."""
         bucket = self._filling.pop(is_resident, None)  # for one thread only
         if bucket is None:
-            return None
+            return []
         bucket.gradients = {piece: taken for piece, taken in bucket.gradients.items() if taken.given is None}
         bucket.numel = sum([piece.shape.numel() for piece in bucket.gradients])
-        return bucket if bucket.gradients else None
+        return [bucket] if bucket.gradients else []
 
     def forget(self, taken: TakenGradient) -> bool:
         """Forget a gradient that was given back; return whether it was taken in the present step."""

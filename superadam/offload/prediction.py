@@ -149,7 +149,9 @@ class Predictor:
         before = self.add_arrived(elements, seen)
         if not math.isfinite(seen):
             return None
-        norm, limit = self._norm(before, seen), self._limit(limit)
+        norm = self._norm(before, seen)
+        if limit is None or (math.isinf(limit) and not self._is_own):
+            limit = self._usual_limit  # as far as it was seen to be applied
         self._made.append(_Made(min(unscaling, _ratio(limit, norm)), before, seen))
         return self._prediction(norm, seen, unscaling, limit)
 
@@ -180,12 +182,6 @@ class Predictor:
             return usual
         shares = [past.norm / past.seen[elements] for past in self._past if past.seen.get(elements, 0.0) > 0.0]
         return seen * max(1.0, statistics.median(shares)) if shares else usual
-
-    def _limit(self, known: float | None) -> float:
-        """Return the limit of the norm, as far as it is known or was seen to be applied."""
-        if known is None or (math.isinf(known) and not self._is_own):
-            return self._usual_limit
-        return known
 
     @property
     def _usual_limit(self) -> float:

@@ -124,8 +124,7 @@ class Transfers(NewValues):
                 key = (state.parameter_dtype, device.is_host(state.local)) if piece in speculated else None
                 local.setdefault(key, {})[piece] = taken
             else:
-                travels_as_it_is = self.transfer_dtype is None or taken.is_unrounded
-                dtype = gradient.dtype if travels_as_it_is else dtype_on_link(gradient, self.transfer_dtype)
+                dtype = gradient.dtype if taken.is_unrounded else dtype_on_link(gradient, self.transfer_dtype)
                 groups.setdefault((dtype, state.parameter_dtype), {})[piece] = taken
         for key, group in local.items():
             shadow = None if key is None else self.shadow(self._layout_of(tuple(group)))

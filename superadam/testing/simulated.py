@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -133,10 +133,11 @@ class SimulatedDevice(CudaDevice):
         tensor = super().host_empty(numel, dtype)
         return tensor if self.accelerator.is_pinned(tensor) else self.accelerator.allocate(tensor, is_on_host=True)
 
-    def _keep_for(self, tensor: Tensor, stream: Any) -> None:
-        block = self.accelerator.block_of(tensor)
-        if block is not None and block.stream is not stream:
-            block.used_by.append(stream)
+    def _keep(self, tensors: Iterable[Tensor], stream: Any) -> None:
+        used_by: Any = self._stream(stream)
+        for block in map(self.accelerator.block_of, tensors):
+            if block is not None and block.stream is not used_by:
+                block.used_by.append(used_by)
 
     def _settle(self) -> None:
         """Let a model that computes at once find what was enqueued to its stream."""
