@@ -16,8 +16,7 @@ from torch import Tensor
 from superadam import gpu
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
-from superadam.devices.pinned import PinnedMemory
-from superadam.devices.slab import CudaRegistrar
+from superadam.devices.pinned import CudaRegistrar, PinnedMemory
 from superadam.devices.worker import ThreadWorker, Work, Worker
 from superadam.host import cores
 from superadam.host.local_ranks import local_rank

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from superadam.devices.interface import ChunkSums
-from superadam.devices.slab import Lease
+from superadam.devices.pinned import Lease
 from superadam.gpu import Backend
 from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
