@@ -27,9 +27,8 @@ from superadam.cli.bench.arrays import ADAMW_OPTIONS
 from superadam.cli.bench.pairs import Action, Spread
 from superadam.devices import Stream
 from superadam.kernels import native
-from superadam.offload.autotune import FREE_SHARE
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import Placement
+from superadam.offload.placement import FREE_SHARE, Placement
 from superadam.offload.trace import Trace
 from superadam.step.outcome import StepKind
 

@@ -18,8 +18,8 @@ from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import is_short_of_memory
-from superadam.offload.autotune import Autotuner, Work
 from superadam.offload.buckets import Bucket
+from superadam.offload.placement import Autotuner, Work
 from superadam.offload.prediction import Predictor
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
