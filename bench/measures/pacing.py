@@ -27,7 +27,7 @@ from superadam.cli.bench.arrays import ADAMW_OPTIONS
 from superadam.cli.bench.pairs import Action, Spread
 from superadam.devices import Stream
 from superadam.kernels import native
-from superadam.offload.needs import BYTES_OF_STATE
+from superadam.offload.needs import bytes_of_state
 from superadam.offload.placement import FREE_SHARE, Placement
 from superadam.offload.trace import Trace
 from superadam.step.outcome import StepKind
@@ -329,7 +329,7 @@ def _row(
     rates, threads = settings.rates, settings.threads
     total = sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
-    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * (BYTES_OF_STATE + torch.bfloat16.itemsize))
+    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
     for model in models:
         model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam

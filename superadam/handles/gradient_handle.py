@@ -183,18 +183,15 @@ def _return_gradient_from(name: str) -> None:
     setattr(GradientHandle, name, method)
 
 
-def _give_back_before(module: Any, name: str) -> None:
-    """Give handles back before a function in C++, which neither dispatches nor asks a tensor's class."""
-    ordinary: Callable[..., Any] = getattr(module, name)
+def _give_back_before_dlpack(module: Any) -> None:
+    """Give a handle back before a function in C++, which neither dispatches nor asks a tensor's class."""
+    ordinary: Callable[[Any], Any] = module.to_dlpack
 
     @functools.wraps(ordinary)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        for tensor in tensors_in([*args, *kwargs.values()]):
-            if isinstance(tensor, GradientHandle):
-                _memory(tensor)
-        return ordinary(*args, **kwargs)
+    def to_dlpack(tensor: Any) -> Any:
+        return ordinary(_memory(tensor) if isinstance(tensor, GradientHandle) else tensor)
 
-    setattr(module, name, function)
+    module.to_dlpack = to_dlpack
 
 
 for _name in ("__dlpack__", "apply_", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
@@ -205,7 +202,7 @@ for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rs
     _return_gradient_from(f"__i{_name}__")
 
 for _module in (torch, torch.utils.dlpack):
-    _give_back_before(_module, "to_dlpack")
+    _give_back_before_dlpack(_module)
 
 ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # type: ignore[no-untyped-call]
 

@@ -55,17 +55,19 @@ class Hooks:
         unseen, self._frozen = self._frozen, []
         try:
             while unseen:
-                parameter: Any = unseen[-1]
-                if not parameter.requires_grad or not parameter.is_leaf:
-                    self._frozen.append(parameter)
+                if unseen[-1].requires_grad and unseen[-1].is_leaf:
+                    self._hook(unseen[-1])
                 else:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
-                    if self._is_first:  # as torch does with hooks of modules that are to be prepended
-                        hooks: Any = self._handles[-1].hooks_dict_ref()
-                        hooks.move_to_end(self._handles[-1].id, last=False)
+                    self._frozen.append(unseen[-1])
                 unseen.pop()
         finally:
             self._frozen += unseen
+
+    def _hook(self, parameter: Any) -> None:
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
+        if self._is_first:  # as torch does with hooks of modules that are to be prepended
+            hooks: Any = self._handles[-1].hooks_dict_ref()
+            hooks.move_to_end(self._handles[-1].id, last=False)
 
     def remove(self) -> None:
         """Remove every hook."""

@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -35,15 +35,7 @@ REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the orde
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
 
 
-class HasShape(Protocol):
-    """A piece, or what stands for one in a plan."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Its elements are those of a piece."""
-
-
-_Piece = TypeVar("_Piece", bound=HasShape)
+_Piece = TypeVar("_Piece", bound=Any)  # or what stands for one in a plan: it has a shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,15 +301,11 @@ class Transfers(NewValues):
         """Start the upload of new values, count and trace it; return the event after which it has arrived."""
         begin = time.perf_counter()
         arrived = super().upload(host, distant)
-        tell("counting bytes", self._count_upload, host.nbytes)
         with self._lock:
+            self._statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
         tell("tracing", self.trace_arrived)
         return arrived
-
-    def _count_upload(self, size: int) -> None:
-        with self._lock:
-            self._statistics.uploaded_bytes += size
 
     def settle(self) -> None:
         """Return when everything that was published has arrived, and trace it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -272,20 +273,8 @@ def what_was_reserved_can_be_given_back(device: Device) -> None:
 
 
 DEVICE_CHECKS: dict[str, Callable[[Device], None]] = {
-    check.__name__.replace("_", " "): check
-    for check in (
-        gradients_go_to_the_host_and_values_come_back,
-        what_makes_a_gradient_can_be_waited_for,
-        packing_takes_the_present_values_of_any_gradient,
-        scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone,
-        memory_is_where_it_was_asked_for,
-        memory_that_was_recorded_outlives_its_tensor,
-        values_are_put_behind_what_their_stream_did_before,
-        events_pass_in_the_order_of_their_stream,
-        worker_runs_jobs_in_order_and_tells_what_failed,
-        norm_of_packed_gradients_has_the_bits_of_the_host,
-        training_has_the_bits_of_training_without_it,
-        what_was_reserved_can_be_given_back,
-    )
+    name.replace("_", " "): check
+    for name, check in [*globals().items()]
+    if isinstance(check, FunctionType) and check.__module__ == __name__ and not name.startswith("_")
 }
-"""By what each of them holds; each is called with a fresh device."""
+"""Every check above, by what it holds; each is called with a fresh device."""

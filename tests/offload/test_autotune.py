@@ -16,7 +16,7 @@ from torch import nn
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
-from superadam.offload.needs import BYTES_OF_STATE
+from superadam.offload.needs import bytes_of_state
 from superadam.offload.placement import (
     AGREEING_STEPS,
     FREE_SHARE,
@@ -32,9 +32,9 @@ from superadam.state.parameter import ParameterState, Piece
 from superadam.testing import SimulatedDevice
 
 CORES = 4
-BYTES_PER_ELEMENT = BYTES_OF_STATE + torch.bfloat16.itemsize
+BYTES_PER_ELEMENT = bytes_of_state() + torch.bfloat16.itemsize
 """Of a resident bucket: state and gradient."""
-BYTES = {"bytes_of_state": BYTES_OF_STATE, "bytes_of_gradient": torch.bfloat16.itemsize}
+BYTES = {"bytes_of_state": bytes_of_state(), "bytes_of_gradient": torch.bfloat16.itemsize}
 AUTO = {"gpu_buckets": "auto", "bucket_numel": "auto", "transfer_dtype": "auto", "num_threads": "auto", **BYTES}
 
 
@@ -50,7 +50,7 @@ class Measured(SimulatedDevice):
 
     def free_bytes(self) -> int:
         self.questions += 1
-        return int(self.free - BYTES_OF_STATE * self.kept)
+        return int(self.free - bytes_of_state() * self.kept)
 
     def idle_cores(self) -> int:
         return self.num_threads

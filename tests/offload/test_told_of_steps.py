@@ -116,7 +116,7 @@ METHODS: dict[str, tuple[Any, str]] = {
         Statistics: ["count"],
         Trace: ["add"],
         Transaction: ["_applied", "_count"],
-        Transfers: ["bytes_without_room", "trace_arrived", "_count_shadow", "_count_upload"],
+        Transfers: ["bytes_without_room", "trace_arrived", "_count_shadow"],
     }.items()
     for name in names
 }
