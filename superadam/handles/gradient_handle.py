@@ -53,7 +53,7 @@ class GradientHandle(torch.Tensor):
     """
 
     taken: TakenGradient
-    is_alias = False
+    is_alias: bool
     has_memory = False  # that of the gradient, which was given back
 
     __torch_function__ = torch_private.no_torch_function  # `.shape` stays fast
@@ -64,9 +64,7 @@ class GradientHandle(torch.Tensor):
         handle: GradientHandle = torch_private.make_wrapper_subclass(
             cls, taken.shape, strides=taken.strides, dtype=taken.dtype, device=taken.device
         )
-        handle.taken = taken
-        if is_alias:
-            handle.is_alias = True
+        handle.taken, handle.is_alias = taken, is_alias
         torch_private.forbid_memory(handle)
         return handle
 

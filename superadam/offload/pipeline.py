@@ -178,9 +178,11 @@ class Pipeline:
 
     def learn(self, applied: Applied | None) -> None:
         """Learn from a step what to predict for the next; a predictor that fails is replaced by a new one."""
-        predictor, self.predictor = self.predictor, Predictor()
-        predictor.add_verdict(applied)
-        self.predictor = predictor
+        try:
+            self.predictor.add_verdict(applied)
+        except BaseException:
+            self.predictor = Predictor()
+            raise
 
     def drain(self) -> None:
         """Return when the worker is done with every bucket.

@@ -95,7 +95,7 @@ class Predictor:
         """Learn how many elements are uncertain in an interval."""
         if prediction.interval is None or not listed:
             return
-        spread, narrowest = _spread(prediction), _spread(_around(1.0, WIDTHS[0]))
+        spread, narrowest = _spread(prediction.factor, *prediction.interval), _spread_of(WIDTHS[0])
         elements = uncertain = 0
         for piece, its_list in listed.items():
             numel = piece.shape.numel()
@@ -191,16 +191,13 @@ class Predictor:
         """Return the width of the least expected cost; None where too few predictions hold."""
         if not self._errors:
             return WIDTHS[1]
-        best: tuple[float, float] | None = None
+        costs: dict[float, float] = {}
         for width in WIDTHS:
             hits = sum(error <= math.log(width) for error in self._errors) / len(self._errors)
-            uncertain = self._uncertain * _spread(_around(1.0, width))
-            if hits < LEAST_HITS or uncertain * LISTED_SHARE > 1.0:
-                continue
-            cost = 1.0 - hits + hits * uncertain * PATCH_COST
-            if best is None or cost < best[0]:
-                best = cost, width
-        return None if best is None else best[1]
+            uncertain = self._uncertain * _spread_of(width)
+            if hits >= LEAST_HITS and uncertain * LISTED_SHARE <= 1.0:
+                costs[width] = 1.0 - hits + hits * uncertain * PATCH_COST
+        return min(costs, key=costs.__getitem__, default=None)
 
 
 def _ratio(limit: float, norm: float) -> float:
@@ -212,16 +209,13 @@ def _error(predicted: float, factor: float | None) -> float:
     return abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf
 
 
-def _around(factor: float, width: float) -> Prediction:
-    low, high = factor / width, factor * width
-    return Prediction((low + high) / 2, Interval(low, high))
-
-
-def _spread(prediction: Prediction) -> float:
+def _spread(factor: float, low: float, high: float) -> float:
     """Return how far an interval reaches from its factor, in units of that."""
-    assert prediction.interval is not None
-    low, high = prediction.interval
-    return max(high - prediction.factor, prediction.factor - low) / prediction.factor + 2.0**-8
+    return max(high - factor, factor - low) / factor + 2.0**-8
+
+
+def _spread_of(width: float) -> float:
+    return _spread((1.0 / width + width) / 2, 1.0 / width, width)
 
 
 def _float32(value: float) -> float:

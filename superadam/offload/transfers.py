@@ -163,9 +163,10 @@ class Transfers(NewValues):
         try:
             packed = self.device.pack(self._present(group), layout, dtype)
         except Exception as error:
-            if is_short_of_memory(error):
-                self.is_short, self._room = True, 0
-            if not is_short_of_memory(error) or not self._leaving.size:
+            if not is_short_of_memory(error):
+                raise
+            self.is_short, self._room = True, 0
+            if not self._leaving.size:
                 raise
             self._let_leave(0)
             packed = self.device.pack(self._present(group), layout, dtype)

@@ -139,18 +139,15 @@ def scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: D
 
 
 def memory_is_where_it_was_asked_for(device: Device) -> None:
-    """`is_host` tells where, and `torch.set_default_device` moves nothing."""
+    """`is_host` tells where, and torch's default device moves nothing."""
     gradient = torch.ones(5, device=device.device)
     layout = _layout_of(gradient)
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         host = device.host_empty(3, torch.float32)
         there = device.empty(3, torch.bfloat16, Stream.UPLOAD)
         packed = device.pack([gradient], layout, torch.float32)
         device.copy(host, gradient[:3], Stream.DOWNLOAD)
         _finish(device, Stream.CURRENT, Stream.DOWNLOAD)
-    finally:
-        torch.set_default_device(None)
     assert host.is_cpu
     assert device.is_host(host)
     assert not device.has_link or not device.is_host(there)

@@ -22,7 +22,6 @@ from torch import Tensor
 from superadam.devices.cuda import CudaDevice
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.pinned import PinnedMemory
 from superadam.devices.worker import Job, Work, Worker
 from superadam.distributed.shards import local_of
 from superadam.kernels.copies import copy_each
@@ -129,7 +128,10 @@ class SimulatedDevice(CudaDevice):
             return super().empty(numel, dtype, stream)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        _fill_free(self.pinned)
+        for slab in self.pinned._slabs:  # what is free holds NaN, as if another program of the host had used it
+            returned = [(one.begin, one.begin + one.size) for one in slab._returned]
+            for begin, end in (*slab._gaps.ranges, *returned):
+                ctypes.memset(slab._address + begin, 0xFF, end - begin)
         tensor = super().host_empty(numel, dtype)
         return tensor if self.accelerator.is_pinned(tensor) else self.accelerator.allocate(tensor, is_on_host=True)
 
@@ -146,14 +148,6 @@ class SimulatedDevice(CudaDevice):
 
     def start_worker(self, idle: Work) -> Worker:
         return SeededWorker(self.accelerator.random, idle)
-
-
-def _fill_free(pinned: PinnedMemory) -> None:
-    """Fill pinned memory that is free with NaN, as another program of the host might."""
-    for slab in pinned._slabs:
-        returned = [(one.begin, one.begin + one.size) for one in slab._returned]
-        for begin, end in (*slab._gaps.ranges, *returned):
-            ctypes.memset(slab._address + begin, 0xFF, end - begin)
 
 
 class SeededWorker(Worker):
