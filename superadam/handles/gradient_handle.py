@@ -286,31 +286,25 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
     """Answer with norms that torch has computed before, and with those of unrounded gradients."""
     if dtype is not None:
         return NotImplemented
-    norms: list[Tensor | None] = []
-    unknown: list[tuple[Tensor, torch.dtype | None]] = []
+    known: dict[int, Tensor] = {}
+    unknown: dict[torch.dtype | None, dict[int, Tensor]] = {}  # by what their norms are rounded to
     may_be_known = ord == 2 and not needs_present_mode(_all_taken(tensors))
-    for tensor in tensors:
+    for position, tensor in enumerate(tensors):
         taken = _taken(tensor)
         if taken is not None and ord == 2:
             taken.holder._norm_was_asked(taken)
-        norms.append(taken.norm if taken is not None and not taken.factors and may_be_known else None)
-        if norms[-1] is None:
-            unknown.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
-    known = [norm for norm in norms if norm is not None]
-    copies = iter(torch_private.foreach_abs(known) if known else ())  # all at once: the caller may write to them
-    computed = iter(norms_of(unknown, ord))
-    return [next(computed) if norm is None else next(copies) for norm in norms]
-
-
-def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) -> list[Tensor]:
-    """Return the norms of tensors; those with a dtype are computed in a call of their own, and rounded to that."""
-    pairs = list(values)
-    norms: dict[int, Tensor] = {}
-    for rounds in (False, True):
-        chosen = [i for i, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
-        if chosen:
-            norms |= zip(chosen, torch_private.foreach_norm([pairs[i][0] for i in chosen], ord), strict=True)
-    return [norms[i] if dtype is None else norms[i].to(dtype) for i, (_, dtype) in enumerate(pairs)]
+        if taken is None:
+            unknown.setdefault(None, {})[position] = _value(tensor)
+        elif taken.norm is not None and not taken.factors and may_be_known:
+            known[position] = taken.norm
+        else:
+            unknown.setdefault(taken.norm_dtype, {})[position] = taken.exact()
+    # All at once: the caller may write to the copies.
+    norms = dict(zip(known, torch_private.foreach_abs([*known.values()]), strict=True)) if known else {}
+    for dtype, group in unknown.items():
+        computed = torch_private.foreach_norm([*group.values()], ord)
+        norms |= {i: norm if dtype is None else norm.to(dtype) for i, norm in zip(group, computed, strict=True)}
+    return [norms[position] for position in range(len(tensors))]
 
 
 def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:

@@ -18,12 +18,11 @@ from torch import Tensor
 from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout, FlatTensors
 from superadam.devices.interface import AllEvents, ChunkSums
-from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.torch_private import is_short_of_memory
+from superadam.kernels.torch_private import foreach_norm, is_short_of_memory
 from superadam.offload.placement import PACKED_UNDER_WAY, room_for_new_values
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -243,14 +242,15 @@ class Transfers(NewValues):
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
         is_asked = self.computes_norms and not needs_present_mode(gradients)
-        unknown: dict[torch.dtype, list[TakenGradient]] = {}  # by dtype, as clip_grad_norm_ makes lists for torch
+        # By dtype, as clip_grad_norm_ makes lists for torch, and by what the norm is rounded to.
+        unknown: dict[tuple[torch.dtype, torch.dtype | None], list[TakenGradient]] = {}
         for taken in gradients if is_asked else ():
             if taken.norm is None:
-                unknown.setdefault(taken.pending.dtype, []).append(taken)
-        for group in unknown.values():
-            norms = norms_of((taken.pending, taken.norm_dtype) for taken in group)
+                unknown.setdefault((taken.pending.dtype, taken.norm_dtype), []).append(taken)
+        for (_, dtype), group in unknown.items():
+            norms = foreach_norm([taken.pending for taken in group], 2)
             for taken, norm in zip(group, norms, strict=True):
-                taken.norm = norm
+                taken.norm = norm if dtype is None else norm.to(dtype)
 
     def send_one(self, state: ParameterState, gradient: Tensor) -> tuple[Tensor, Event]:
         """Start the download of one gradient as it is; return where it arrives on the host, and its event."""
