@@ -52,16 +52,11 @@ class Hooks:
 
     def look_for_unfrozen(self) -> None:
         """Hook those of the parameters that were frozen before and are trained now."""
-        unseen, self._frozen = self._frozen, []
-        try:
-            while unseen:
-                if unseen[-1].requires_grad and unseen[-1].is_leaf:
-                    self._hook(unseen[-1])
-                else:
-                    self._frozen.append(unseen[-1])
-                unseen.pop()
-        finally:
-            self._frozen += unseen
+        for position in reversed(range(len(self._frozen))):
+            parameter = self._frozen[position]
+            if parameter.requires_grad and parameter.is_leaf:
+                self._hook(parameter)
+                del self._frozen[position]
 
     def _hook(self, parameter: Any) -> None:
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))

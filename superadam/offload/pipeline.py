@@ -132,7 +132,7 @@ class Pipeline:
         for piece, record in pending.items():
             if prediction is None or self.predictor.leaves_out(piece, prediction, transaction.expected_scale):
                 record.slot = None
-        written = {id(record.slot.shadow): record.slot.shadow for record in pending.values() if record.slot is not None}
+        written = dict.fromkeys(record.slot.shadow for record in pending.values() if record.slot is not None)
         is_hidden = not is_awaited()
         with transaction.lock, torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None, prediction=prediction)
@@ -142,7 +142,7 @@ class Pipeline:
             self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
             self._statistics.uncertain_elements += sum(uncertain.count for uncertain in listed.values())
             tell("tracing", self._trace.add, "predicted factor", "worker", begin, begin, factor=prediction.factor)
-        for shadow in written.values():
+        for shadow in written:
             shadow.send()
         self._statistics.waiting_buckets += not written
         tell("tracing", self._trace.add, "gradients to host", "download", sent_at, begin, elements=elements)

@@ -15,9 +15,8 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -157,17 +156,13 @@ class OffloadScheduler(GradientHolder):
         self._end = weakref.finalize(self, _end, self._pipeline, owned_device)
         self._end.atexit = False
 
-    @property
-    def _lock(self) -> AbstractContextManager[object]:
-        return self._binding.lock
-
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
-        with self._lock:
+        with self._binding.lock:
             if self._closed:  # meanwhile, by another thread
                 return
             self._backward_began = self._backward_began or begin
@@ -280,7 +275,7 @@ class OffloadScheduler(GradientHolder):
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        with self._lock:
+        with self._binding.lock:
             self._catch_up()
             return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
@@ -288,7 +283,7 @@ class OffloadScheduler(GradientHolder):
         self._transfers.computes_norms = self._device.has_link
 
     def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
-        with self._lock:
+        with self._binding.lock:
             return self._pipeline is not None and self._pipeline.add(total, taken.owner, new)
 
     def _was_given_back(self, taken: TakenGradient) -> None:
@@ -317,7 +312,7 @@ class OffloadScheduler(GradientHolder):
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
             check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
-        with self._lock:
+        with self._binding.lock:
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes))
             self._apply_placement()
@@ -371,16 +366,16 @@ class OffloadScheduler(GradientHolder):
         """
         if dtype is not None:
             check_can_take(parameters_of(self.optimizer), "accumulate() got torch.float32")
-        with self._lock:
+        with self._binding.lock:
             self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            with self._lock:
+            with self._binding.lock:
                 self._take_waiting()
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""
-        with self._lock:
+        with self._binding.lock:
             self._catch_up()
             self.optimizer.commit()
             self._transfers.settle()
@@ -395,7 +390,7 @@ class OffloadScheduler(GradientHolder):
 
     def close(self) -> None:
         """Finish what is under way, give gradients back, and leave model and optimizer as without a scheduler."""
-        with self._lock:
+        with self._binding.lock:
             if self._closed:
                 return
             self._closed = True
@@ -410,7 +405,5 @@ class OffloadScheduler(GradientHolder):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
