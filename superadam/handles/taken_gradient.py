@@ -147,10 +147,8 @@ class Factor:
             replace(self, is_of_list=self.is_of_list and self.kind is FactorKind.DIVIDE).apply(gradient)
 
 
-@lru_cache(maxsize=8192, typed=True)
-def _shared(value: Any) -> Any:
-    """Return the same object for all equal values, so that the garbage collector visits few."""
-    return value
+# Returns the same object for all equal values, so that the garbage collector visits few.
+_shared = lru_cache(maxsize=8192, typed=True)(lambda value: value)
 
 
 class TakenGradient:

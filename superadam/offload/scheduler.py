@@ -328,7 +328,6 @@ class OffloadScheduler(GradientHolder):
         self._bucketer.bucket_numel, self._bucketer.resident = self.placement.bucket_numel, frozenset(resident)
         travelling = [piece for piece in self._autotuner.order if piece not in resident]
         self._bucketer.last = travelling[-1] if travelling and resident else None
-        self._transfers.transfer_dtype = self.placement.transfer_dtype
         self._transfers.staged_numel = self.placement.bucket_numel
         if self._resident is not None:
             self._resident.bring_home(piece for piece in pieces_of(states) if piece not in resident)

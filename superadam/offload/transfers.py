@@ -272,15 +272,10 @@ class Transfers(NewValues):
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
         """Rounds a gradient that was not taken; None where travelling rounds nothing."""
-        return self.narrowed if self.narrows else None
-
-    @property
-    def narrows(self) -> bool:
-        """Whether travelling may round gradients."""
-        return self.transfer_dtype not in (None, torch.float32)
+        return None if self.transfer_dtype in (None, torch.float32) else self.narrowed
 
     def _is_narrowed(self, taken: TakenGradient) -> bool:
-        return self.narrows and not taken.is_unrounded
+        return self.received is not None and not taken.is_unrounded
 
     def narrowed(self, gradient: Tensor) -> Tensor:
         """Return a gradient that does not travel, rounded as if it had."""
