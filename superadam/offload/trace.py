@@ -12,8 +12,6 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from superadam.host.files import replace_file
-
 SPANS_KEPT = 100_000  # beyond which the oldest are dropped: about 35 MB
 TRACKS = ("training", "worker", "download", "upload", "model")  # from top to bottom
 
@@ -64,7 +62,13 @@ class Trace:
             for span in spans
         ]
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
-        replace_file(Path(path), lambda file: file.write(text.encode()))
+        temporary = Path(f"{os.fspath(path)}.part")
+        try:
+            temporary.write_text(text)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _readable(value: Any) -> Any:
