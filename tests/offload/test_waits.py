@@ -84,7 +84,9 @@ NOTICED_BY = {
     ),
     "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": "tests/devices/test_cuda.py",
     "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": "tests/devices/test_cuda.py",
-    "devices.cuda CudaDevice.update: self._keep((one.gradient for one in steps), Stream.CURRENT)": "tests/devices/test_cuda.py",
+    "devices.cuda CudaDevice.update: self._keep((one.gradient for one in steps), Stream.CURRENT)": (
+        "tests/devices/test_cuda.py"
+    ),
     "devices.pinned _settle: event.synchronize()": "tests/devices/test_pinned.py",
     "state.new_values NewValues.stage: self._staged.synchronize()": "tests/offload/test_transfers.py",
     "state.new_values Shadow.put: device.wait(Stream.CURRENT, event)": "tests/offload/test_transfers.py",
