@@ -542,7 +542,8 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
 def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: GradientHolder) -> None:
     """Take a gradient that was rounded for `.grad`, with its unrounded values."""
     taken = TakenGradient(shards.local_of(parameter.grad), owner, holder)
-    taken.pending, taken.is_unrounded, taken.is_reduced = unrounded, True, True
+    taken.pending, taken.exact_dtype = unrounded, unrounded.dtype
+    taken.is_unrounded = taken.is_reduced = True
     _leave_handle(parameter, taken)
 
 

@@ -172,6 +172,7 @@ class TakenGradient:
         self.shape: torch.Size = _shared(gradient.shape)
         self.strides: tuple[int, ...] = _shared(gradient.stride())
         self.dtype, self.device = gradient.dtype, gradient.device
+        self.exact_dtype = gradient.dtype  # in which it counts and factors apply: that of `pending` if unrounded
         # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
         self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self._holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
@@ -211,7 +212,7 @@ class TakenGradient:
 
         `flat` must not lead to the parameter.
         """
-        self.arrived, self._flat, self._position, self._dtype_there = arrived, flat, position, self.pending.dtype
+        self.arrived, self._flat, self._position = arrived, flat, position
         del self.pending
 
     def move_piece_to(
@@ -237,13 +238,6 @@ class TakenGradient:
             arrived.synchronize()
             self.arrived = None
         return self.pending
-
-    @property
-    def exact_dtype(self) -> torch.dtype:
-        """The dtype in which the gradient counts and factors apply."""
-        if not self.is_unrounded:
-            return self.dtype
-        return self.pending.dtype if self._flat is None else self._dtype_there  # which need not be joined for that
 
     @property
     def norm_dtype(self) -> torch.dtype | None:
@@ -340,7 +334,7 @@ class TakenGradient:
 
     def become_sum(self, total: Tensor) -> None:
         """Move into memory on the host, in its dtype, to which further micro-batches are added."""
-        gradient, self.pending, self.is_unrounded = self.ready(), total, True
+        gradient, self.pending, self.is_unrounded, self.exact_dtype = self.ready(), total, True, total.dtype
         self._add(gradient.detach(), is_empty=True)
 
     def _add(self, new: Tensor, *, is_empty: bool = False) -> None:

@@ -258,7 +258,7 @@ def test_sum_is_that_in_the_wider_dtype(batches: list[int], in_use: list[bool], 
     random = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in batches]
     first = irregular(4, 6, dtype=dtype)
     taken = TakenGradient(first)
-    taken.pending, taken.is_unrounded = transposed(first.float()), True
+    taken.pending, taken.is_unrounded, taken.exact_dtype = transposed(first.float()), True, torch.float32
     expected = first.float()
     for batch, used in zip(random, in_use, strict=False):
         before, values, version = taken.pending, taken.pending.clone(), taken.version
