@@ -30,14 +30,6 @@ FADING = 0.02  # weight of that at the end of each step in which nothing was lis
 FIRST_LEFT_OUT, MOST_LEFT_OUT = 8, 128  # steps in which a parameter that has too many uncertain elements is left out
 
 
-class _Made(NamedTuple):
-    """A prediction, before it is known whether it holds."""
-
-    factor: float
-    elements: int  # that had arrived, ...
-    seen: float  # ... and their norm
-
-
 class _Past(NamedTuple):
     """An earlier step."""
 
@@ -61,7 +53,8 @@ class Predictor:
         self._limits: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._is_own = False  # whether it was the optimizer's
         self._errors: collections.deque[float] = collections.deque(maxlen=JUDGED_PREDICTIONS)
-        self._made: list[_Made] = []  # in this step
+        self._predicted: list[float] = []  # factors, in this step
+        self._seen: dict[int, float] = {}  # as of `_Past`, in this step
         self._arrived = 0  # elements, in this step
         self._elements = 0  # of a whole step
         self._uncertain = FIRST_UNCERTAIN
@@ -72,13 +65,14 @@ class Predictor:
 
     def add_verdict(self, applied: Applied | None) -> None:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
-        made, self._made = self._made, []
+        predicted, self._predicted = self._predicted, []
+        seen, self._seen = self._seen, {}
         self._learn_uncertain()
         if applied is None:
             return
         norm, factor, unscaling, self._is_own = applied
         self._steps += 1
-        if not made or not norm < math.inf:
+        if not predicted or not norm < math.inf:
             return
         is_clipped = factor is None or not factor >= unscaling
         usual = self._usual_limit
@@ -87,8 +81,8 @@ class Predictor:
         else:
             self._limits.append(usual if norm * unscaling < usual else math.inf)
         if is_clipped and self._past:  # where nothing is clipped, predictions cost nothing and need not hold
-            self._errors += [_error(prediction.factor, factor) for prediction in made]
-        self._past.append(_Past(norm, {prediction.elements: prediction.seen for prediction in made}))
+            self._errors += [_error(prediction, factor) for prediction in predicted]
+        self._past.append(_Past(norm, seen))
         self._elements = self._arrived
 
     def add_lists(self, listed: Mapping[Piece, Listed], prediction: Prediction) -> None:
@@ -133,7 +127,7 @@ class Predictor:
     def add_arrived(self, elements: int, seen: float) -> int:
         """Count elements that have arrived in this step; return how many there were before, whose norm is `seen`."""
         if seen == 0.0 or self._arrived >= self.total:  # the first ones
-            self._made, self._arrived = [], 0
+            self._predicted, self._seen, self._arrived = [], {}, 0
         self._arrived += elements
         return self._arrived - elements
 
@@ -152,7 +146,8 @@ class Predictor:
         norm = self._norm(before, seen)
         if limit is None or (math.isinf(limit) and not self._is_own):
             limit = self._usual_limit  # as far as it was seen to be applied
-        self._made.append(_Made(min(unscaling, _ratio(limit, norm)), before, seen))
+        self._predicted.append(min(unscaling, _ratio(limit, norm)))
+        self._seen[before] = seen
         return self._prediction(norm, seen, unscaling, limit)
 
     def _prediction(self, norm: float, seen: float, unscaling: float, limit: float) -> Prediction | None:
