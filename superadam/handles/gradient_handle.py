@@ -82,7 +82,7 @@ class GradientHandle(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """As in torch: an alias without history."""
-        return _memory(self).data if self.taken.is_given else GradientHandle(self.taken, is_alias=True)
+        return _memory(self).data if self.taken.given is not None else GradientHandle(self.taken, is_alias=True)
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -123,7 +123,7 @@ class GradientHandle(torch.Tensor):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = _memory(self) if self.taken.is_given else _copy(self)
+        whole = _memory(self) if self.taken.given is not None else _copy(self)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -131,7 +131,7 @@ def _value(tensor: Tensor) -> Tensor:
     """Return the values of a handle, not to be written to, or any other tensor."""
     if not isinstance(tensor, GradientHandle):
         return tensor
-    return _memory(tensor) if tensor.taken.is_given else tensor.taken.value()
+    return _memory(tensor) if tensor.taken.given is not None else tensor.taken.value()
 
 
 def _copy(handle: GradientHandle) -> Tensor:
@@ -176,7 +176,7 @@ def _return_gradient_from(name: str) -> None:
 
     def method(self: GradientHandle, other: Any) -> Any:
         result = getattr(torch.Tensor, name)(self, other)
-        return _memory(self) if result is self and self.taken.is_given else result
+        return _memory(self) if result is self and self.taken.given is not None else result
 
     setattr(GradientHandle, name, method)
 
@@ -225,7 +225,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = _value(handle)
         if not isinstance(handle, GradientHandle):
             return value
-        if handle.taken.is_given:
+        if handle.taken.given is not None:
             passed.setdefault(id(value), handle)
         else:
             read.append(handle)
@@ -267,7 +267,7 @@ def _handles_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _taken(tensor: Any) -> TakenGradient | None:
     """Return the record of a handle whose gradient was not given back."""
-    return tensor.taken if type(tensor) is GradientHandle and not tensor.taken.is_given else None
+    return tensor.taken if type(tensor) is GradientHandle and tensor.taken.given is None else None
 
 
 def _all_taken(tensors: list[Tensor]) -> list[TakenGradient]:

@@ -173,8 +173,8 @@ class TakenGradient:
         self.strides: tuple[int, ...] = _shared(gradient.stride())
         self.dtype, self.device = gradient.dtype, gradient.device
         self.exact_dtype = gradient.dtype  # in which it counts and factors apply: that of `pending` if unrounded
-        # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
-        self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
+        # What has the parameter, weak references to which would forbid torch.utils.swap_tensors; None once it is gone.
+        self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self._holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,19 +191,9 @@ class TakenGradient:
         return GradientHolder() if holder is None else holder
 
     @property
-    def is_given(self) -> bool:
-        """Whether the gradient was given back."""
-        return self.given is not None
-
-    @property
-    def owner(self) -> Any:
-        """What has the parameter; None once it is gone."""
-        return self._owner()
-
-    @property
     def parameter(self) -> Tensor | None:
         """The tensor whose `.grad` this was; None once its owner is gone."""
-        return getattr(self._owner(), "parameter", None)
+        return getattr(self.owner(), "parameter", None)
 
     # -- values --------------------------------------------------------------------------------------------------------
 

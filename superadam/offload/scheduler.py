@@ -284,7 +284,7 @@ class OffloadScheduler(GradientHolder):
 
     def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
         with self._binding.lock:
-            return self._pipeline is not None and self._pipeline.add(total, taken.owner, new)
+            return self._pipeline is not None and self._pipeline.add(total, taken.owner(), new)
 
     def _was_given_back(self, taken: TakenGradient) -> None:
         self.statistics.given_back_gradients += self._bucketer.forget(taken)

@@ -260,7 +260,7 @@ def _by_another(parameter: Any) -> None:
     scalar, _owner, taken = handle_for(_own(parameter, 0.75))
     parameter.grad.mul_(scalar.grad)
     parameter.grad.mul_(scalar.grad.norm())
-    assert not taken.is_given
+    assert taken.given is None
 
 
 _hidden = torch.library.Library("superadam_hides", "DEF")
@@ -914,7 +914,7 @@ def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> Non
     else:
         parameter.grad.zero_()
         other.grad.zero_()
-    assert ordinary.is_given
+    assert ordinary.given is not None
     assert other.grad.tolist() == parameter.grad.tolist() == [0.0, 0.0]
     assert taken_of(parameter.grad) is taken
     assert read.tolist() == [1.0, 3.0]
