@@ -119,11 +119,11 @@ class GradientHandle(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = _copy(self).requires_grad_(self.requires_grad)
+            memo[id(self)] = _value(self).detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = _memory(self) if self.taken.given is not None else _copy(self)
+        whole = _memory(self) if self.taken.given is not None else _value(self).detach().clone()
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -132,10 +132,6 @@ def _value(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, GradientHandle):
         return tensor
     return _memory(tensor) if tensor.taken.given is not None else tensor.taken.value()
-
-
-def _copy(handle: GradientHandle) -> Tensor:
-    return _value(handle).detach().clone()
 
 
 def _memory(handle: GradientHandle) -> Tensor:

@@ -165,7 +165,7 @@ class TakenGradient:
     alias: Tensor | None = None  # its memory, as aliases made before see it
     pending: Tensor  # the gradient, or a copy, also elsewhere or in another dtype; only `absorb` writes to it
     _flat: Any = None  # in whose tensors `pending` is to be found, at `_position`
-    _joined: tuple[int, JoinedTensor] | None = None  # where pieces of this version of `pending` went, but not yet all
+    _joined: JoinedTensor | None = None  # where pieces of `pending` went, but not yet all
 
     def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
         self.pending = gradient
@@ -212,11 +212,8 @@ class TakenGradient:
 
         Elements are in the order of these dense strides. Events pass in the order in which they come here.
         """
-        version, joined = self._joined or (self.version, JoinedTensor(self.shape, strides))
-        if version != self.version:
-            joined = JoinedTensor(self.shape, strides)
+        joined = self._joined = self._joined or JoinedTensor(self.shape, strides)
         joined.pieces[begin], joined.arrived = (flat, position, numel), arrived
-        self._joined = self.version, joined
         if joined.is_complete:
             self._joined = None
             self.move_to(joined, 0, arrived)
@@ -344,7 +341,8 @@ class TakenGradient:
 
     def _become(self, values: Tensor) -> None:
         """Have other values, to which all products were applied, in memory that no work under way reads."""
-        self.pending, self.factors, self.norm, self._flat, self.in_use = values, (), None, None, False
+        self.pending, self.factors, self.norm, self.in_use = values, (), None, False
+        self._flat = self._joined = None
         self.version += 1
 
     def leave_speculation(self) -> None:
@@ -352,7 +350,8 @@ class TakenGradient:
         if not self.is_reduced:
             self.give_back()
         elif self.in_use:
-            self.pending, self.in_use, self._flat = self.ready().clone(), False, None
+            self.pending, self.in_use = self.ready().clone(), False
+            self._flat = self._joined = None
             self.version += 1
 
     def give_back(self) -> Tensor:
