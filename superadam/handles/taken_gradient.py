@@ -187,8 +187,7 @@ class TakenGradient:
     @property
     def holder(self) -> GradientHolder:
         """What took the gradient; once that is gone, one that knows nothing."""
-        holder = self._holder()
-        return GradientHolder() if holder is None else holder
+        return self._holder() or GradientHolder()
 
     @property
     def parameter(self) -> Tensor | None:

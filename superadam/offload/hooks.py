@@ -105,8 +105,5 @@ class ReducedGroups:
         """Return those that waited, but for those whose gradients lie in memory that is referenced elsewhere."""
         waiting, self._waiting = self._waiting, []
         shared = shared_memory(waiting)
-        return [
-            (parameter, self._made[id(parameter)])
-            for position, parameter in enumerate(waiting)
-            if position not in shared
-        ]
+        free = [parameter for position, parameter in enumerate(waiting) if position not in shared]
+        return [(parameter, self._made[id(parameter)]) for parameter in free]
