@@ -30,9 +30,8 @@ from superadam.cli.plan.rates import PASSES, WITH_NORM
 from superadam.devices import Stream
 from superadam.kernels import native
 from superadam.kernels.native import Dtype
-from superadam.offload.autotune import FREE_SHARE
-from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import Placement
+from superadam.offload.needs import bytes_of_state
+from superadam.offload.placement import FREE_SHARE, Placement
 from superadam.offload.trace import Trace
 from superadam.step.outcome import StepKind
 
@@ -338,7 +337,7 @@ def _row(
     rates, threads = settings.rates, settings.threads
     total = sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
-    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * (BYTES_OF_STATE + torch.bfloat16.itemsize))
+    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
     for model in models:
         model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam

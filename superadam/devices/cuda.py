@@ -16,8 +16,7 @@ from torch import Tensor
 from superadam import gpu
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
-from superadam.devices.pinned import PinnedMemory
-from superadam.devices.slab import CudaRegistrar
+from superadam.devices.pinned import CudaRegistrar, PinnedMemory
 from superadam.devices.worker import ThreadWorker, Work, Worker
 from superadam.host import cores
 from superadam.host.local_ranks import local_rank
@@ -72,14 +71,11 @@ class CudaDevice(Device):
         """Return an event for a gradient on the host; for others the current stream, mostly free to wait for."""
         return self.record(Stream.CURRENT) if self.is_host(parameter) else self._stream(Stream.CURRENT)
 
-    def _keep(self, gradients: Iterable[Tensor]) -> None:
-        """Keep memory of gradients, which may belong to any stream, until the current one has read it."""
-        current = self._stream(Stream.CURRENT)
-        for gradient in gradients:
-            self._keep_for(gradient, current)
-
-    def _keep_for(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        tensor.record_stream(stream)  # does nothing where it is that stream's
+    def _keep(self, tensors: Iterable[Tensor], stream: Stream) -> None:
+        """Keep memory of tensors, which may belong to any stream, until this one has passed its present end."""
+        used_by = self._stream(stream)
+        for tensor in tensors:
+            tensor.record_stream(used_by)  # does nothing where it is that stream's
 
     @torch.no_grad()
     def pack(
@@ -91,7 +87,7 @@ class CudaDevice(Device):
                 f"a gradient is on {elsewhere}, expected {self.device} as the scheduler's device; pass CudaDevice for "
                 "the device that the model is on"
             )
-        self._keep(gradients)
+        self._keep(gradients, Stream.CURRENT)
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
             gradient
@@ -104,7 +100,7 @@ class CudaDevice(Device):
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        self._keep(one.gradient for one in steps)
+        self._keep((one.gradient for one in steps), Stream.CURRENT)
         self._gpu.update(steps, sets)
 
     def free_bytes(self) -> int:
@@ -120,17 +116,17 @@ class CudaDevice(Device):
         others: list[tuple[Tensor, Tensor]] = []
         for source, parameter in zip(sources, targets, strict=True):
             target = parameter.data  # with a version counter of its own
-            is_alike = target.shape == source.shape
-            is_alike &= target.dtype == source.dtype and _lies_as(target, source.stride())
-            (alike if is_alike and self._reaches(source, target) else others).append((source, target))
+            is_alike = (
+                target.shape == source.shape
+                and target.dtype == source.dtype
+                and _lies_as(target, source.stride())
+                and target.device == self.device  # kernels reach it, and the source unless its memory is not pinned
+                and (source.device == self.device or self._gpu.reaches(source, self.device))
+            )
+            (alike if is_alike else others).append((source, target))
         self._gpu.scatter_values([source for source, _ in alike], [target for _, target in alike])
         for source, target in others:
             copy_one(target, source, non_blocking=not self.is_host(target))
-
-    def _reaches(self, source: Tensor, target: Tensor) -> bool:
-        """Whether kernels reach both; host memory beyond what was reserved is not pinned."""
-        is_here = source.device == self.device
-        return target.device == self.device and (is_here or self._gpu.reaches(source, self.device))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.pinned.empty(numel, dtype)
@@ -160,7 +156,7 @@ class CudaDevice(Device):
         if self.is_host(buffer):
             self.pinned.hold_until(buffer, self.record(stream), stream)
         else:
-            self._keep_for(buffer, self._stream(stream))
+            self._keep([buffer], stream)
 
     def reserve(self, needs: HostNeeds) -> None:
         """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning."""

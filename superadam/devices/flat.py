@@ -35,12 +35,11 @@ class FlatLayout(Generic[_Member]):
         self.states = tuple(states)
         self.offsets: list[int] = []  # first element of each
         self.numel = 0  # of the buffer, with the gaps
+        self._positions: list[tuple[torch.Size, tuple[int, ...], int]] = []
         for state in self.states:
             self.offsets.append(self.numel)
+            self._positions.append((state.shape, state.strides, self.numel))
             self.numel += aligned(state.shape.numel())
-        self._positions = [
-            (one.shape, one.strides, offset) for one, offset in zip(self.states, self.offsets, strict=True)
-        ]
 
     def cut(self, buffer: Tensor) -> FlatTensors:
         """Return the members of a 1-D buffer of `numel` elements, without references to `states`."""

@@ -79,6 +79,8 @@ class Device(abc.ABC):
 
     _host: Host | None = None  # that memory is reserved on; None for this machine
 
+    device = torch.device("cpu")  # where torch puts tensors of the model
+
     has_link = True  # tensors are copied between the model's memory and the host's
 
     @abc.abstractmethod

@@ -53,7 +53,7 @@ class GradientHandle(torch.Tensor):
     """
 
     taken: TakenGradient
-    is_alias = False
+    is_alias: bool
     has_memory = False  # that of the gradient, which was given back
 
     __torch_function__ = torch_private.no_torch_function  # `.shape` stays fast
@@ -64,9 +64,7 @@ class GradientHandle(torch.Tensor):
         handle: GradientHandle = torch_private.make_wrapper_subclass(
             cls, taken.shape, strides=taken.strides, dtype=taken.dtype, device=taken.device
         )
-        handle.taken = taken
-        if is_alias:
-            handle.is_alias = True
+        handle.taken, handle.is_alias = taken, is_alias
         torch_private.forbid_memory(handle)
         return handle
 
@@ -84,7 +82,7 @@ class GradientHandle(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """As in torch: an alias without history."""
-        return _memory(self).data if self.taken.is_given else GradientHandle(self.taken, is_alias=True)
+        return _memory(self).data if self.taken.given is not None else GradientHandle(self.taken, is_alias=True)
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -121,11 +119,11 @@ class GradientHandle(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = _copy(self).requires_grad_(self.requires_grad)
+            memo[id(self)] = _value(self).detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = _memory(self) if self.taken.is_given else _copy(self)
+        whole = _memory(self) if self.taken.given is not None else _value(self).detach().clone()
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -133,11 +131,7 @@ def _value(tensor: Tensor) -> Tensor:
     """Return the values of a handle, not to be written to, or any other tensor."""
     if not isinstance(tensor, GradientHandle):
         return tensor
-    return _memory(tensor) if tensor.taken.is_given else tensor.taken.value()
-
-
-def _copy(handle: GradientHandle) -> Tensor:
-    return _value(handle).detach().clone()
+    return _memory(tensor) if tensor.taken.given is not None else tensor.taken.value()
 
 
 def _memory(handle: GradientHandle) -> Tensor:
@@ -178,23 +172,20 @@ def _return_gradient_from(name: str) -> None:
 
     def method(self: GradientHandle, other: Any) -> Any:
         result = getattr(torch.Tensor, name)(self, other)
-        return _memory(self) if result is self and self.taken.is_given else result
+        return _memory(self) if result is self and self.taken.given is not None else result
 
     setattr(GradientHandle, name, method)
 
 
-def _give_back_before(module: Any, name: str) -> None:
-    """Give handles back before a function in C++, which neither dispatches nor asks a tensor's class."""
-    ordinary: Callable[..., Any] = getattr(module, name)
+def _give_back_before_dlpack(module: Any) -> None:
+    """Give a handle back before a function in C++, which neither dispatches nor asks a tensor's class."""
+    ordinary: Callable[[Any], Any] = module.to_dlpack
 
     @functools.wraps(ordinary)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        for tensor in tensors_in([*args, *kwargs.values()]):
-            if isinstance(tensor, GradientHandle):
-                _memory(tensor)
-        return ordinary(*args, **kwargs)
+    def to_dlpack(tensor: Any) -> Any:
+        return ordinary(_memory(tensor) if isinstance(tensor, GradientHandle) else tensor)
 
-    setattr(module, name, function)
+    module.to_dlpack = to_dlpack
 
 
 for _name in ("__dlpack__", "apply_", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
@@ -205,7 +196,7 @@ for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rs
     _return_gradient_from(f"__i{_name}__")
 
 for _module in (torch, torch.utils.dlpack):
-    _give_back_before(_module, "to_dlpack")
+    _give_back_before_dlpack(_module)
 
 ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # type: ignore[no-untyped-call]
 
@@ -230,7 +221,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = _value(handle)
         if not isinstance(handle, GradientHandle):
             return value
-        if handle.taken.is_given:
+        if handle.taken.given is not None:
             passed.setdefault(id(value), handle)
         else:
             read.append(handle)
@@ -272,7 +263,7 @@ def _handles_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _taken(tensor: Any) -> TakenGradient | None:
     """Return the record of a handle whose gradient was not given back."""
-    return tensor.taken if type(tensor) is GradientHandle and not tensor.taken.is_given else None
+    return tensor.taken if type(tensor) is GradientHandle and tensor.taken.given is None else None
 
 
 def _all_taken(tensors: list[Tensor]) -> list[TakenGradient]:
@@ -291,31 +282,25 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
     """Answer with norms that torch has computed before, and with those of unrounded gradients."""
     if dtype is not None:
         return NotImplemented
-    norms: list[Tensor | None] = []
-    unknown: list[tuple[Tensor, torch.dtype | None]] = []
+    known: dict[int, Tensor] = {}
+    unknown: dict[torch.dtype | None, dict[int, Tensor]] = {}  # by what their norms are rounded to
     may_be_known = ord == 2 and not needs_present_mode(_all_taken(tensors))
-    for tensor in tensors:
+    for position, tensor in enumerate(tensors):
         taken = _taken(tensor)
         if taken is not None and ord == 2:
             taken.holder._norm_was_asked(taken)
-        norms.append(taken.norm if taken is not None and not taken.factors and may_be_known else None)
-        if norms[-1] is None:
-            unknown.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
-    known = [norm for norm in norms if norm is not None]
-    copies = iter(torch_private.foreach_abs(known) if known else ())  # all at once: the caller may write to them
-    computed = iter(norms_of(unknown, ord))
-    return [next(computed) if norm is None else next(copies) for norm in norms]
-
-
-def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) -> list[Tensor]:
-    """Return the norms of tensors; those with a dtype are computed in a call of their own, and rounded to that."""
-    pairs = list(values)
-    norms: dict[int, Tensor] = {}
-    for rounds in (False, True):
-        chosen = [i for i, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
-        if chosen:
-            norms |= zip(chosen, torch_private.foreach_norm([pairs[i][0] for i in chosen], ord), strict=True)
-    return [norms[i] if dtype is None else norms[i].to(dtype) for i, (_, dtype) in enumerate(pairs)]
+        if taken is None:
+            unknown.setdefault(None, {})[position] = _value(tensor)
+        elif taken.norm is not None and not taken.factors and may_be_known:
+            known[position] = taken.norm
+        else:
+            unknown.setdefault(taken.norm_dtype, {})[position] = taken.exact()
+    # All at once: the caller may write to the copies.
+    norms = dict(zip(known, torch_private.foreach_abs([*known.values()]), strict=True)) if known else {}
+    for dtype, group in unknown.items():
+        computed = torch_private.foreach_norm([*group.values()], ord)
+        norms |= {i: norm if dtype is None else norm.to(dtype) for i, norm in zip(group, computed, strict=True)}
+    return [norms[position] for position in range(len(tensors))]
 
 
 def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
@@ -553,7 +538,8 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
 def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: GradientHolder) -> None:
     """Take a gradient that was rounded for `.grad`, with its unrounded values."""
     taken = TakenGradient(shards.local_of(parameter.grad), owner, holder)
-    taken.pending, taken.is_unrounded, taken.is_reduced = unrounded, True, True
+    taken.pending, taken.exact_dtype = unrounded, unrounded.dtype
+    taken.is_unrounded = taken.is_reduced = True
     _leave_handle(parameter, taken)
 
 

@@ -7,9 +7,11 @@ Nothing here keeps the parameter alive, because its `.grad` leads back here.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import enum
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from superadam.devices.flat import JoinedTensor
 from superadam.distributed import shards
-from superadam.handles.host_sum import HostSum
+from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.kernels.torch_private import version_of
 
@@ -47,6 +49,38 @@ class GradientHolder:
     def unrounded(self, new: Tensor) -> Tensor:
         """Return the unrounded values, if known, of a gradient that is being added to one that was taken."""
         return new
+
+
+class HostSum:
+    """An event that has passed once every gradient that was sent is in `total`: whoever waits for it adds them.
+
+    Gradients are added in the order in which they were sent, in the dtype of `total`. Where that `is_empty`, the first
+    one replaces what it holds.
+    """
+
+    def __init__(self, total: Tensor, *, is_empty: bool) -> None:
+        self.total, self._is_empty = total, is_empty
+        self._parts: collections.deque[tuple[Tensor, Any]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def add(self, part: Tensor, arrived: Any) -> None:
+        """Let a gradient on the host be added once the event `arrived` has passed."""
+        self._parts.append((part, arrived))
+
+    def query(self) -> bool:
+        """Return whether all have arrived, so that waiting only adds them."""
+        return all(arrived.query() for _, arrived in [*self._parts])
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Add those that were not added yet, once they have arrived; in any thread."""
+        with deferred_signals(), self._lock, native.usual_float_mode():
+            while self._parts:
+                part, arrived = self._parts[0]
+                arrived.synchronize()
+                (self.total.copy_ if self._is_empty else self.total.add_)(part)
+                self._is_empty = False
+                self._parts.popleft()
 
 
 class FactorKind(enum.Enum):
@@ -113,10 +147,8 @@ class Factor:
             replace(self, is_of_list=self.is_of_list and self.kind is FactorKind.DIVIDE).apply(gradient)
 
 
-@lru_cache(maxsize=8192, typed=True)
-def _shared(value: Any) -> Any:
-    """Return the same object for all equal values, so that the garbage collector visits few."""
-    return value
+# Returns the same object for all equal values, so that the garbage collector visits few.
+_shared = lru_cache(maxsize=8192, typed=True)(lambda value: value)
 
 
 class TakenGradient:
@@ -133,15 +165,16 @@ class TakenGradient:
     alias: Tensor | None = None  # its memory, as aliases made before see it
     pending: Tensor  # the gradient, or a copy, also elsewhere or in another dtype; only `absorb` writes to it
     _flat: Any = None  # in whose tensors `pending` is to be found, at `_position`
-    _joined: tuple[int, JoinedTensor] | None = None  # where pieces of this version of `pending` went, but not yet all
+    _joined: JoinedTensor | None = None  # where pieces of `pending` went, but not yet all
 
     def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
         self.pending = gradient
         self.shape: torch.Size = _shared(gradient.shape)
         self.strides: tuple[int, ...] = _shared(gradient.stride())
         self.dtype, self.device = gradient.dtype, gradient.device
-        # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
-        self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
+        self.exact_dtype = gradient.dtype  # in which it counts and factors apply: that of `pending` if unrounded
+        # What has the parameter, weak references to which would forbid torch.utils.swap_tensors; None once it is gone.
+        self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self._holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,23 +187,12 @@ class TakenGradient:
     @property
     def holder(self) -> GradientHolder:
         """What took the gradient; once that is gone, one that knows nothing."""
-        holder = self._holder()
-        return GradientHolder() if holder is None else holder
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the gradient was given back."""
-        return self.given is not None
-
-    @property
-    def owner(self) -> Any:
-        """What has the parameter; None once it is gone."""
-        return self._owner()
+        return self._holder() or GradientHolder()
 
     @property
     def parameter(self) -> Tensor | None:
         """The tensor whose `.grad` this was; None once its owner is gone."""
-        return getattr(self._owner(), "parameter", None)
+        return getattr(self.owner(), "parameter", None)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -179,7 +201,7 @@ class TakenGradient:
 
         `flat` must not lead to the parameter.
         """
-        self.arrived, self._flat, self._position, self._dtype_there = arrived, flat, position, self.pending.dtype
+        self.arrived, self._flat, self._position = arrived, flat, position
         del self.pending
 
     def move_piece_to(
@@ -189,11 +211,8 @@ class TakenGradient:
 
         Elements are in the order of these dense strides. Events pass in the order in which they come here.
         """
-        version, joined = self._joined or (self.version, JoinedTensor(self.shape, strides))
-        if version != self.version:
-            joined = JoinedTensor(self.shape, strides)
+        joined = self._joined = self._joined or JoinedTensor(self.shape, strides)
         joined.pieces[begin], joined.arrived = (flat, position, numel), arrived
-        self._joined = self.version, joined
         if joined.is_complete:
             self._joined = None
             self.move_to(joined, 0, arrived)
@@ -205,13 +224,6 @@ class TakenGradient:
             arrived.synchronize()
             self.arrived = None
         return self.pending
-
-    @property
-    def exact_dtype(self) -> torch.dtype:
-        """The dtype in which the gradient counts and factors apply."""
-        if not self.is_unrounded:
-            return self.dtype
-        return self.pending.dtype if self._flat is None else self._dtype_there  # which need not be joined for that
 
     @property
     def norm_dtype(self) -> torch.dtype | None:
@@ -238,12 +250,10 @@ class TakenGradient:
         if not self.factors:
             return pending.to(self.exact_dtype)
         scaled = torch.empty_like(pending, dtype=self.exact_dtype).copy_(pending)
+        apply = Factor.apply if pending.device == self.device else Factor.apply_on_host
         with native.usual_float_mode():
             for factor in self.factors:
-                if pending.device == self.device:
-                    factor.apply(scaled)
-                else:
-                    factor.apply_on_host(scaled)
+                apply(factor, scaled)
         return scaled
 
     def _copy_of(self, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -266,10 +276,7 @@ class TakenGradient:
         """Make a product at once, in the floating-point mode of the thread; of an unrounded gradient on the CPU."""
         product = self.scaled().clone()
         factor.apply(product)
-        self.pending, self.factors = product, ()
-        self.norm = self._flat = None
-        self.in_use = False
-        self.version += 1
+        self._become(product)
 
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
@@ -306,17 +313,14 @@ class TakenGradient:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
         if self.factors:
             self.pending, self.factors = self.scaled(), ()
-        if self.in_use:
+        elif self.in_use:
             self.pending = self.ready().clone()
         self._add(self.holder.unrounded(new).detach())
-        self._flat = None
-        self.in_use = False
-        self.norm = None
-        self.version += 1
+        self._become(self.pending)
 
     def become_sum(self, total: Tensor) -> None:
         """Move into memory on the host, in its dtype, to which further micro-batches are added."""
-        gradient, self.pending, self.is_unrounded = self.ready(), total, True
+        gradient, self.pending, self.is_unrounded, self.exact_dtype = self.ready(), total, True, total.dtype
         self._add(gradient.detach(), is_empty=True)
 
     def _add(self, new: Tensor, *, is_empty: bool = False) -> None:
@@ -331,10 +335,13 @@ class TakenGradient:
 
     def zero(self) -> None:
         """Become zeros, in memory of their own."""
-        self.pending = torch.zeros_like(self.pending)
-        self.arrived = self.norm = self._flat = None
-        self.factors = ()
-        self.in_use = False
+        self._become(torch.zeros_like(self.pending))
+        self.arrived = None
+
+    def _become(self, values: Tensor) -> None:
+        """Have other values, to which all products were applied, in memory that no work under way reads."""
+        self.pending, self.factors, self.norm, self.in_use = values, (), None, False
+        self._flat = self._joined = None
         self.version += 1
 
     def leave_speculation(self) -> None:
@@ -342,7 +349,8 @@ class TakenGradient:
         if not self.is_reduced:
             self.give_back()
         elif self.in_use:
-            self.pending, self.in_use, self._flat = self.ready().clone(), False, None
+            self.pending, self.in_use = self.ready().clone(), False
+            self._flat = self._joined = None
             self.version += 1
 
     def give_back(self) -> Tensor:

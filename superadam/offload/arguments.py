@@ -52,7 +52,8 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
                 f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when a scheduler "
                 "takes them, expected a model on one rank; train this one without an OffloadScheduler"
             )
-    world_size = torch.distributed.get_world_size() if _is_distributed() and inner.process_group is None else 1
+    is_distributed_run = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world_size = torch.distributed.get_world_size() if is_distributed_run and inner.process_group is None else 1
     if world_size > 1 and not any(map(is_distributed, parameters_of(inner))):
         raise RuntimeError(
             f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
@@ -76,7 +77,3 @@ def check_transfer_dtype(value: torch.dtype | str) -> None:
     if value != "auto" and value not in TRANSFER_DTYPES:
         expected = ", ".join(str(dtype) for dtype in TRANSFER_DTYPES)
         raise ValueError(f"transfer_dtype is {value!r}, expected 'auto' or one of {expected}")
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,16 +19,16 @@ from superadam.devices import Device, Event, Stream
 from superadam.handles.gradient_handle import take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels.torch_private import missing
-from superadam.offload.accumulation import Accumulation
 from superadam.state.parameter import ParameterState, Piece
 
 _logger = logging.getLogger("superadam")
 
+PAUSE_STEPS = 16  # in which nothing is taken, after a step whose gradients were mostly edited before it
 EMPTY_STEPS = 3  # of whose gradients none could be taken, before the program is warned
 DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bucket:
     """Gradients that are sent together, by the pieces they are of; `numel` counts the elements of all.
 
@@ -35,26 +36,57 @@ class Bucket:
     """
 
     is_resident: bool
-    gradients: Mapping[Piece, TakenGradient]
-    numel: int
-    made: tuple[Event, ...] = ()
+    gradients: dict[Piece, TakenGradient] = field(default_factory=dict)
+    numel: int = 0
+    made: dict[Event, None] = field(default_factory=dict)
 
 
-class _Filling:
-    __slots__ = ("entries", "made", "numel")
+class Accumulation:
+    """Learns from each step how many gradients every parameter gets in the next one, and so which of them is the last.
+
+    A wrong answer costs time, never bits: a gradient that is taken too early is given back when autograd adds to it.
+
+    Attributes:
+        sum_dtype: in which gradients are to be added up on the host; None to add them in `.grad`.
+    """
 
     def __init__(self) -> None:
-        self.entries: list[tuple[Piece, TakenGradient]] = []
-        self.made: dict[Event, None] = {}
-        self.numel = 0
+        self.sum_dtype: torch.dtype | None = None
+        self._is_inside = False
+        self._is_announced = False  # this step's backwards are announced by accumulate()
+        self._expected: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+        self._pause = 0
 
-    def current(self, is_resident: bool) -> Bucket | None:
-        """Return the latest gradient of each piece, unless it was given back; None if that leaves nothing."""
-        members = {piece: taken for piece, taken in dict(self.entries).items() if taken.given is None}
-        numel = sum([piece.shape.numel() for piece in members])
-        if not members:
-            return None
-        return Bucket(is_resident, members, numel, tuple(self.made))
+    @contextmanager
+    def accumulate(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """As `OffloadScheduler.accumulate`."""
+        if dtype not in (None, torch.float32):
+            raise ValueError(f"accumulate() got dtype {dtype}, expected None (that of .grad) or torch.float32")
+        before = self._is_inside, self.sum_dtype
+        self._is_inside, self.sum_dtype, self._is_announced = True, dtype, True
+        try:
+            yield
+        finally:
+            self._is_inside, self.sum_dtype = before
+
+    def is_last(self, parameter: int, *, is_first: bool) -> bool:
+        """Count a gradient, and return whether no further one is expected before `step()`.
+
+        `parameter` is an id; `is_first` says whether the gradient was not added to an earlier one.
+        """
+        count = 1 if is_first else self._counts.get(parameter, 0) + 1
+        self._counts[parameter] = count
+        if self._is_inside or self._pause:
+            return False
+        return self._is_announced or count >= self._expected.get(parameter, 1)
+
+    def end_step(self, *, is_edited: bool) -> None:
+        """End a step; `is_edited` says whether most gradients that were taken were written to before it."""
+        self._expected = {} if self._is_announced else self._counts
+        self._counts = {}
+        self._is_announced = False
+        self._pause = PAUSE_STEPS if is_edited else max(0, self._pause - 1)
 
 
 class Bucketer:
@@ -81,10 +113,9 @@ class Bucketer:
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         # By whether they are resident. A handler may raise anywhere: what misses its bucket is left to step().
-        self._filling: dict[bool, _Filling] = {}
+        self._filling: dict[bool, Bucket] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
-        self.take_from(())
 
     def take_from(self, states: Iterable[ParameterState]) -> None:
         """Take the gradients of these parameters only; those that were taken before are in `.grad`."""
@@ -118,19 +149,19 @@ class Bucketer:
             taken.become_sum(torch.empty_strided(state.shape, state.strides, dtype=state.dtype, device="cpu"))
             return []
         self._taken[key] = weakref.ref(taken)
-        full: list[Bucket | None] = []
+        full: list[Bucket] = []
         for piece in state.pieces:
             is_resident = piece in self.resident and not self._device.is_host(taken.pending)
-            filling = self._filling.get(is_resident) or self._filling.setdefault(is_resident, _Filling())
-            filling.entries.append((piece, taken))
-            filling.numel += piece.shape.numel()
+            bucket = self._filling.get(is_resident) or self._filling.setdefault(is_resident, Bucket(is_resident))
+            bucket.gradients[piece] = taken
+            bucket.numel += piece.shape.numel()
             if made is not None:
-                filling.made[made] = None
-            if filling.numel >= self.bucket_numel or piece is self.last:
-                full.append(self._filled(is_resident))
+                bucket.made[made] = None
+            if bucket.numel >= self.bucket_numel or piece is self.last:
+                full += self._filled(is_resident)
         if state.cuts:  # whose gradient keeps its memory until all of it is sent
             full += self.rest()
-        return [bucket for bucket in full if bucket is not None]
+        return full
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
@@ -152,11 +183,16 @@ class Bucketer:
 
     def rest(self) -> list[Bucket]:
         """Return the buckets that have begun, full or not."""
-        return [filled for is_resident in sorted(self._filling) if (filled := self._filled(is_resident))]
+        return [bucket for is_resident in sorted(self._filling) for bucket in self._filled(is_resident)]
 
-    def _filled(self, is_resident: bool) -> Bucket | None:
-        ended = self._filling.pop(is_resident, None)  # for one thread only
-        return None if ended is None else ended.current(is_resident)
+    def _filled(self, is_resident: bool) -> list[Bucket]:
+        """Return a bucket without the gradients that were given back, unless that leaves nothing."""
+        bucket = self._filling.pop(is_resident, None)  # for one thread only
+        if bucket is None:
+            return []
+        bucket.gradients = {piece: taken for piece, taken in bucket.gradients.items() if taken.given is None}
+        bucket.numel = sum([piece.shape.numel() for piece in bucket.gradients])
+        return [bucket] if bucket.gradients else []
 
     def forget(self, taken: TakenGradient) -> bool:
         """Forget a gradient that was given back; return whether it was taken in the present step."""

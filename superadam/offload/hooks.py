@@ -1,4 +1,4 @@
-"""Post-accumulate-grad hooks, which call the scheduler when a parameter's gradient is ready."""
+"""When gradients are ready: post-accumulate-grad hooks tell, but for those that FSDP2 has reduced, a group later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from superadam.kernels.torch_private import uncompiled
+from superadam.devices import Event
+from superadam.distributed import shards
+from superadam.handles.gradient_handle import shared_memory, taken_of
+from superadam.kernels.torch_private import storage_key, uncompiled
 
 
 class GradientReady:
@@ -49,20 +52,14 @@ class Hooks:
 
     def look_for_unfrozen(self) -> None:
         """Hook those of the parameters that were frozen before and are trained now."""
-        unseen, self._frozen = self._frozen, []
-        try:
-            while unseen:
-                if unseen[-1].requires_grad and unseen[-1].is_leaf:
-                    self._hook(unseen[-1])
-                else:
-                    self._frozen.append(unseen[-1])
-                unseen.pop()
-        finally:
-            self._frozen += unseen
+        for position in reversed(range(len(self._frozen))):
+            parameter = self._frozen[position]
+            if parameter.requires_grad and parameter.is_leaf:
+                self._hook(parameter)
+                del self._frozen[position]
 
-    def _hook(self, parameter: Tensor) -> None:
-        hook: Any = parameter.register_post_accumulate_grad_hook
-        self._handles.append(hook(self._ready))
+    def _hook(self, parameter: Any) -> None:
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
         if self._is_first:  # as torch does with hooks of modules that are to be prepended
             hooks: Any = self._handles[-1].hooks_dict_ref()
             hooks.move_to_end(self._handles[-1].id, last=False)
@@ -72,3 +69,41 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+Marked = tuple[Tensor, Event | None]
+"""A parameter, and the event after which the gradient that its hook has seen has its values."""
+
+
+class ReducedGroups:
+    """Parameters whose gradients FSDP2 has reduced, which wait for the rest of their group; ordinary ones do not wait.
+
+    FSDP2 cuts the gradients of a group from one buffer, and calls hooks while it does. They can be taken once the next
+    group is ready, because then nothing else references that buffer. By then another stream may be the current one.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._made: dict[int, Event | None] = {}  # of the latest gradient of each, by the parameter's id
+        self._buffer: int | None = None  # of the group that waits
+
+    def add(self, parameter: Tensor, made: Event | None) -> list[Marked]:
+        """Add a parameter whose gradient is ready, and return those whose gradients may be taken now."""
+        if not shards.is_distributed(parameter):
+            return [(parameter, made)]
+        self._made[id(parameter)] = made
+        gradient = parameter.grad
+        if gradient is None or taken_of(gradient) is not None:  # a sum of micro-batches, in memory of its own
+            return [*self.rest(), (parameter, made)]
+        buffer = storage_key(shards.local_of(gradient).untyped_storage())
+        complete = self.rest() if buffer != self._buffer else []
+        self._buffer = buffer
+        self._waiting.append(parameter)
+        return complete
+
+    def rest(self) -> list[Marked]:
+        """Return those that waited, but for those whose gradients lie in memory that is referenced elsewhere."""
+        waiting, self._waiting = self._waiting, []
+        shared = shared_memory(waiting)
+        free = [parameter for position, parameter in enumerate(waiting) if position not in shared]
+        return [(parameter, self._made[id(parameter)]) for parameter in free]

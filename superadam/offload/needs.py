@@ -56,10 +56,6 @@ def bytes_of_state(storage: Storage = Storage(), *, amsgrad: bool = False) -> fl
     return needs_of(weight, is_on_host=False, amsgrad=amsgrad, storage=storage).state / weight.numel()
 
 
-BYTES_OF_STATE = bytes_of_state()
-"""Without an argument that says how to store it."""
-
-
 def bytes_of_resident(optimizer: SpeculativeCPUAdam) -> float:
     """Return how many bytes the state of one element takes on the device, where it is resident."""
     amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
@@ -95,15 +91,9 @@ def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placem
     for group in groups:
         for parameter in (one for one in group["params"] if one.requires_grad):
             local, link = shards.local_of(parameter), placement.transfer_dtype
-            is_on_host = device.is_host(local)
-            amsgrad, most = bool(group["amsgrad"]), placement.bucket_numel
+            is_on_host, amsgrad, most = device.is_host(local), bool(group["amsgrad"]), placement.bucket_numel
             needs = needs_of(
-                local,
-                is_on_host=is_on_host,
-                transfer_dtype=link,
-                amsgrad=amsgrad,
-                piece_numel=most,
-                storage=storage,
+                local, is_on_host=is_on_host, transfer_dtype=link, amsgrad=amsgrad, piece_numel=most, storage=storage
             )
             gradient = parameter.grad if is_on_host else None
             run += replace(needs, present=_bytes_of(entries.get(parameter), gradient))

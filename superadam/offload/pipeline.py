@@ -13,13 +13,13 @@ from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.devices.worker import Worker, WorkerError
-from superadam.handles.host_sum import HostSum
+from superadam.handles.taken_gradient import HostSum
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import is_short_of_memory
-from superadam.offload.autotune import Autotuner, Work
 from superadam.offload.buckets import Bucket
+from superadam.offload.placement import Autotuner, Work
 from superadam.offload.prediction import Predictor
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -35,8 +35,6 @@ class Pipeline:
     The autotuner says on how many cores, and receives the times of each bucket.
 
     Attributes:
-        limit: of the norm of this rank's gradients when the last bucket was sent, inf for none; None where it is for
-            the gradients of all ranks.
         transaction: changes only while nothing is under way.
         awaited_at: when the training thread last began to wait for the worker, by `time.perf_counter()`; inf if it has
             not in this step.
@@ -52,7 +50,6 @@ class Pipeline:
     ) -> None:
         self.transaction: Transaction | None = None
         self.awaited_at = math.inf
-        self.limit: float | None = None
         self.predictor = Predictor()
         self._device = device
         self._transfers = transfers
@@ -60,10 +57,10 @@ class Pipeline:
         self._statistics, self._trace = statistics, trace
         self._worker: Worker = device.start_worker(self._idle)
 
-    def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters]) -> None:
+    def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters], limit: float) -> None:
         """Start a bucket's copy to the host, or only its norm's where it is resident, and hand it to the worker.
 
-        `hyper` holds the present hyper-parameters of all parameters, by row.
+        `hyper` holds the present hyper-parameters of all parameters, by row; `limit` is that of the norm, inf for none.
         """
         transaction = self.transaction
         assert transaction is not None
@@ -79,7 +76,8 @@ class Pipeline:
             transaction.table.bring_home(gradients)
             able = transaction.able_to_speculate(gradients, hyper)
             pending, arrived = self._transfers.download(gradients, hyper, {*able})
-            job = functools.partial(self._speculate, transaction, pending, bucket.numel, arrived, begin)
+            known = limit if transaction.ranks is None else None  # else it is for the gradients of all ranks
+            job = functools.partial(self._speculate, transaction, pending, bucket.numel, known, arrived, begin)
         self._statistics.buckets += 1
         self._worker.submit(job)
 
@@ -121,6 +119,7 @@ class Pipeline:
         transaction: Transaction,
         pending: Mapping[Piece, Pending],
         elements: int,
+        limit: float | None,
         arrived: Event,
         sent_at: float,
         is_awaited: Callable[[], bool],
@@ -129,11 +128,11 @@ class Pipeline:
         self._wait_for(arrived, is_awaited)
         begin, is_able = time.perf_counter(), any(record.slot for record in pending.values())
         self.predictor.total = transaction.table.numel
-        prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, self.limit)
+        prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
         for piece, record in pending.items():
             if prediction is None or self.predictor.leaves_out(piece, prediction, transaction.expected_scale):
                 record.slot = None
-        written = {id(record.slot.shadow): record.slot.shadow for record in pending.values() if record.slot is not None}
+        written = dict.fromkeys(record.slot.shadow for record in pending.values() if record.slot is not None)
         is_hidden = not is_awaited()
         with transaction.lock, torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None, prediction=prediction)
@@ -143,7 +142,7 @@ class Pipeline:
             self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
             self._statistics.uncertain_elements += sum(uncertain.count for uncertain in listed.values())
             tell("tracing", self._trace.add, "predicted factor", "worker", begin, begin, factor=prediction.factor)
-        for shadow in written.values():
+        for shadow in written:
             shadow.send()
         self._statistics.waiting_buckets += not written
         tell("tracing", self._trace.add, "gradients to host", "download", sent_at, begin, elements=elements)
@@ -179,9 +178,11 @@ class Pipeline:
 
     def learn(self, applied: Applied | None) -> None:
         """Learn from a step what to predict for the next; a predictor that fails is replaced by a new one."""
-        predictor, self.predictor = self.predictor, Predictor()
-        predictor.add_verdict(applied)
-        self.predictor = predictor
+        try:
+            self.predictor.add_verdict(applied)
+        except BaseException:
+            self.predictor = Predictor()
+            raise
 
     def drain(self) -> None:
         """Return when the worker is done with every bucket.

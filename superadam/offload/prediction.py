@@ -30,14 +30,6 @@ FADING = 0.02  # weight of that at the end of each step in which nothing was lis
 FIRST_LEFT_OUT, MOST_LEFT_OUT = 8, 128  # steps in which a parameter that has too many uncertain elements is left out
 
 
-class _Made(NamedTuple):
-    """A prediction, before it is known whether it holds."""
-
-    factor: float
-    elements: int  # that had arrived, ...
-    seen: float  # ... and their norm
-
-
 class _Past(NamedTuple):
     """An earlier step."""
 
@@ -61,7 +53,8 @@ class Predictor:
         self._limits: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._is_own = False  # whether it was the optimizer's
         self._errors: collections.deque[float] = collections.deque(maxlen=JUDGED_PREDICTIONS)
-        self._made: list[_Made] = []  # in this step
+        self._predicted: list[float] = []  # factors, in this step
+        self._seen: dict[int, float] = {}  # as of `_Past`, in this step
         self._arrived = 0  # elements, in this step
         self._elements = 0  # of a whole step
         self._uncertain = FIRST_UNCERTAIN
@@ -72,13 +65,14 @@ class Predictor:
 
     def add_verdict(self, applied: Applied | None) -> None:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
-        made, self._made = self._made, []
+        predicted, self._predicted = self._predicted, []
+        seen, self._seen = self._seen, {}
         self._learn_uncertain()
         if applied is None:
             return
         norm, factor, unscaling, self._is_own = applied
         self._steps += 1
-        if not made or not norm < math.inf:
+        if not predicted or not norm < math.inf:
             return
         is_clipped = factor is None or not factor >= unscaling
         usual = self._usual_limit
@@ -87,15 +81,15 @@ class Predictor:
         else:
             self._limits.append(usual if norm * unscaling < usual else math.inf)
         if is_clipped and self._past:  # where nothing is clipped, predictions cost nothing and need not hold
-            self._errors += [_error(prediction.factor, factor) for prediction in made]
-        self._past.append(_Past(norm, {prediction.elements: prediction.seen for prediction in made}))
+            self._errors += [_error(prediction, factor) for prediction in predicted]
+        self._past.append(_Past(norm, seen))
         self._elements = self._arrived
 
     def add_lists(self, listed: Mapping[Piece, Listed], prediction: Prediction) -> None:
         """Learn how many elements are uncertain in an interval."""
         if prediction.interval is None or not listed:
             return
-        spread, narrowest = _spread(prediction), _spread(_around(1.0, WIDTHS[0]))
+        spread, narrowest = _spread(prediction.factor, *prediction.interval), _spread_of(WIDTHS[0])
         elements = uncertain = 0
         for piece, its_list in listed.items():
             numel = piece.shape.numel()
@@ -133,7 +127,7 @@ class Predictor:
     def add_arrived(self, elements: int, seen: float) -> int:
         """Count elements that have arrived in this step; return how many there were before, whose norm is `seen`."""
         if seen == 0.0 or self._arrived >= self.total:  # the first ones
-            self._made, self._arrived = [], 0
+            self._predicted, self._seen, self._arrived = [], {}, 0
         self._arrived += elements
         return self._arrived - elements
 
@@ -149,8 +143,11 @@ class Predictor:
         before = self.add_arrived(elements, seen)
         if not math.isfinite(seen):
             return None
-        norm, limit = self._norm(before, seen), self._limit(limit)
-        self._made.append(_Made(min(unscaling, _ratio(limit, norm)), before, seen))
+        norm = self._norm(before, seen)
+        if limit is None or (math.isinf(limit) and not self._is_own):
+            limit = self._usual_limit  # as far as it was seen to be applied
+        self._predicted.append(min(unscaling, _ratio(limit, norm)))
+        self._seen[before] = seen
         return self._prediction(norm, seen, unscaling, limit)
 
     def _prediction(self, norm: float, seen: float, unscaling: float, limit: float) -> Prediction | None:
@@ -181,12 +178,6 @@ class Predictor:
         shares = [past.norm / past.seen[elements] for past in self._past if past.seen.get(elements, 0.0) > 0.0]
         return seen * max(1.0, statistics.median(shares)) if shares else usual
 
-    def _limit(self, known: float | None) -> float:
-        """Return the limit of the norm, as far as it is known or was seen to be applied."""
-        if known is None or (math.isinf(known) and not self._is_own):
-            return self._usual_limit
-        return known
-
     @property
     def _usual_limit(self) -> float:
         return statistics.median_high(self._limits) if self._limits else math.inf
@@ -195,16 +186,13 @@ class Predictor:
         """Return the width of the least expected cost; None where too few predictions hold."""
         if not self._errors:
             return WIDTHS[1]
-        best: tuple[float, float] | None = None
+        costs: dict[float, float] = {}
         for width in WIDTHS:
             hits = sum(error <= math.log(width) for error in self._errors) / len(self._errors)
-            uncertain = self._uncertain * _spread(_around(1.0, width))
-            if hits < LEAST_HITS or uncertain * LISTED_SHARE > 1.0:
-                continue
-            cost = hits * (uncertain * PATCH_COST - 1.0)
-            if best is None or cost < best[0]:
-                best = cost, width
-        return None if best is None else best[1]
+            uncertain = self._uncertain * _spread_of(width)
+            if hits >= LEAST_HITS and uncertain * LISTED_SHARE <= 1.0:
+                costs[width] = hits * (uncertain * PATCH_COST - 1.0)
+        return min(costs, key=costs.__getitem__, default=None)
 
 
 def _ratio(limit: float, norm: float) -> float:
@@ -216,16 +204,13 @@ def _error(predicted: float, factor: float | None) -> float:
     return abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf
 
 
-def _around(factor: float, width: float) -> Prediction:
-    low, high = factor / width, factor * width
-    return Prediction((low + high) / 2, Interval(low, high))
-
-
-def _spread(prediction: Prediction) -> float:
+def _spread(factor: float, low: float, high: float) -> float:
     """Return how far an interval reaches from its factor, in units of that."""
-    assert prediction.interval is not None
-    low, high = prediction.interval
-    return max(high - prediction.factor, prediction.factor - low) / prediction.factor + 2.0**-8
+    return max(high - factor, factor - low) / factor + 2.0**-8
+
+
+def _spread_of(width: float) -> float:
+    return _spread((1.0 / width + width) / 2, 1.0 / width, width)
 
 
 def _float32(value: float) -> float:

@@ -15,30 +15,26 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
-from superadam.handles.host_sum import HostSum
-from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
-from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
-from superadam.offload.hooks import Hooks
+from superadam.offload.hooks import Hooks, Marked, ReducedGroups
 from superadam.offload.needs import bytes_of_resident, needs_of_run
 from superadam.offload.pipeline import Pipeline
-from superadam.offload.placement import Placement, last_pieces
-from superadam.offload.reduction import Marked, ReducedGroups
+from superadam.offload.placement import Autotuner, Placement, last_pieces
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
@@ -51,11 +47,6 @@ from superadam.step.outcome import Applied, StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
-
-
-class _Counted(NamedTuple):
-    displaced: int
-    resolve_seconds: float
 
 
 def _end(pipeline: Pipeline | None, device: Device | None) -> None:
@@ -127,7 +118,8 @@ class OffloadScheduler(GradientHolder):
             _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
         self.optimizer, self._binding = optimizer, optimizer._binding
         self.statistics, self.trace = OverlapStatistics(), Trace()
-        self._before = self._counted  # the present step
+        counts = optimizer.statistics
+        self._counted = counts.displaced, counts.resolve_seconds  # before the present step
         self._backward_began: float | None = None
         self._caught_up = 0.0  # when the last call of _catch_up() returned
         parameters = [*map(shards.local_of, parameters_of(optimizer))]
@@ -164,17 +156,13 @@ class OffloadScheduler(GradientHolder):
         self._end = weakref.finalize(self, _end, self._pipeline, owned_device)
         self._end.atexit = False
 
-    @property
-    def _lock(self) -> AbstractContextManager[object]:
-        return self._binding.lock
-
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
-        with self._lock:
+        with self._binding.lock:
             if self._closed:  # meanwhile, by another thread
                 return
             self._backward_began = self._backward_began or begin
@@ -206,10 +194,8 @@ class OffloadScheduler(GradientHolder):
                 self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
                 self._binding.look()
                 limit = self.optimizer.max_grad_norm
-                known = math.inf if limit is None else limit
-                self._pipeline.limit = known if self._transaction.ranks is None else None
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
-                    self._pipeline.send(bucket, self._hyper)
+                    self._pipeline.send(bucket, self._hyper, math.inf if limit is None else limit)
         except Exception as error:
             if not isinstance(error, ValueError) and not is_short_of_memory(error):
                 raise
@@ -247,8 +233,10 @@ class OffloadScheduler(GradientHolder):
 
     def _conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
         """Tell of a step: each listener by itself, once nothing of the step is left to be read by the next."""
-        now, began, before = time.perf_counter(), self._backward_began, self._before
-        self._hyper, self._backward_began, self._before = [], None, self._counted
+        now, began = time.perf_counter(), self._backward_began
+        self._hyper, self._backward_began = [], None
+        counts, (displaced, resolve_seconds) = self.optimizer.statistics, self._counted
+        self._counted = counts.displaced, counts.resolve_seconds
         awaited_at = math.inf
         if self._pipeline is not None:
             awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
@@ -263,17 +251,12 @@ class OffloadScheduler(GradientHolder):
             if self._transaction is not None:
                 tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
-                update_seconds = self._before.resolve_seconds - before.resolve_seconds
+                update_seconds = counts.resolve_seconds - resolve_seconds
                 tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
-            if self._before.displaced > before.displaced:
+            if counts.displaced > displaced:
                 tell("choosing the placement", self._make_room)
             tell("waking the worker", self._pipeline.wake)
         self.statistics.step_seconds += time.perf_counter() - self._caught_up
-
-    @property
-    def _counted(self) -> _Counted:
-        counts = self.optimizer.statistics
-        return _Counted(counts.displaced, counts.resolve_seconds)
 
     def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:
         """Trace a step whose backward began then, if that is known; without an outcome where it was dropped."""
@@ -292,7 +275,7 @@ class OffloadScheduler(GradientHolder):
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        with self._lock:
+        with self._binding.lock:
             self._catch_up()
             return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
@@ -300,8 +283,8 @@ class OffloadScheduler(GradientHolder):
         self._transfers.computes_norms = self._device.has_link
 
     def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
-        with self._lock:
-            return self._pipeline is not None and self._pipeline.add(total, taken.owner, new)
+        with self._binding.lock:
+            return self._pipeline is not None and self._pipeline.add(total, taken.owner(), new)
 
     def _was_given_back(self, taken: TakenGradient) -> None:
         self.statistics.given_back_gradients += self._bucketer.forget(taken)
@@ -329,7 +312,7 @@ class OffloadScheduler(GradientHolder):
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
             check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
-        with self._lock:
+        with self._binding.lock:
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes))
             self._apply_placement()
@@ -345,7 +328,6 @@ class OffloadScheduler(GradientHolder):
         self._bucketer.bucket_numel, self._bucketer.resident = self.placement.bucket_numel, frozenset(resident)
         travelling = [piece for piece in self._autotuner.order if piece not in resident]
         self._bucketer.last = travelling[-1] if travelling and resident else None
-        self._transfers.transfer_dtype = self.placement.transfer_dtype
         self._transfers.staged_numel = self.placement.bucket_numel
         if self._resident is not None:
             self._resident.bring_home(piece for piece in pieces_of(states) if piece not in resident)
@@ -383,16 +365,16 @@ class OffloadScheduler(GradientHolder):
         """
         if dtype is not None:
             check_can_take(parameters_of(self.optimizer), "accumulate() got torch.float32")
-        with self._lock:
+        with self._binding.lock:
             self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            with self._lock:
+            with self._binding.lock:
                 self._take_waiting()
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""
-        with self._lock:
+        with self._binding.lock:
             self._catch_up()
             self.optimizer.commit()
             self._transfers.settle()
@@ -407,7 +389,7 @@ class OffloadScheduler(GradientHolder):
 
     def close(self) -> None:
         """Finish what is under way, give gradients back, and leave model and optimizer as without a scheduler."""
-        with self._lock:
+        with self._binding.lock:
             if self._closed:
                 return
             self._closed = True
@@ -422,7 +404,5 @@ class OffloadScheduler(GradientHolder):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

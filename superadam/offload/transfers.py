@@ -18,12 +18,11 @@ from torch import Tensor
 from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout, FlatTensors
 from superadam.devices.interface import AllEvents, ChunkSums
-from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.torch_private import is_short_of_memory
+from superadam.kernels.torch_private import foreach_norm, is_short_of_memory
 from superadam.offload.placement import PACKED_UNDER_WAY, room_for_new_values
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -117,15 +116,14 @@ class Transfers(NewValues):
                 if is_narrowed or not state.lies_as_read(gradient):
                     gradient = taken.ready()
                 if is_narrowed:
-                    gradient = self.narrowed(gradient, keeps_dtype=False)
+                    gradient = gradient.to(dtype_on_link(gradient, self.transfer_dtype))
                 if taken.arrived is not None:
                     under_way[taken.arrived] = None
                 taken.pending = state.host_gradient(gradient)
                 key = (state.parameter_dtype, device.is_host(state.local)) if piece in speculated else None
                 local.setdefault(key, {})[piece] = taken
             else:
-                travels_as_it_is = self.transfer_dtype is None or taken.is_unrounded
-                dtype = gradient.dtype if travels_as_it_is else dtype_on_link(gradient, self.transfer_dtype)
+                dtype = gradient.dtype if taken.is_unrounded else dtype_on_link(gradient, self.transfer_dtype)
                 groups.setdefault((dtype, state.parameter_dtype), {})[piece] = taken
         for key, group in local.items():
             shadow = None if key is None else self.shadow(self._layout_of(tuple(group)))
@@ -164,9 +162,10 @@ class Transfers(NewValues):
         try:
             packed = self.device.pack(self._present(group), layout, dtype)
         except Exception as error:
-            if is_short_of_memory(error):
-                self.is_short, self._room = True, 0
-            if not is_short_of_memory(error) or not self._leaving.size:
+            if not is_short_of_memory(error):
+                raise
+            self.is_short, self._room = True, 0
+            if not self._leaving.size:
                 raise
             self._let_leave(0)
             packed = self.device.pack(self._present(group), layout, dtype)
@@ -243,14 +242,15 @@ class Transfers(NewValues):
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
         is_asked = self.computes_norms and not needs_present_mode(gradients)
-        unknown: dict[torch.dtype, list[TakenGradient]] = {}  # by dtype, as clip_grad_norm_ makes lists for torch
+        # By dtype, as clip_grad_norm_ makes lists for torch, and by what the norm is rounded to.
+        unknown: dict[tuple[torch.dtype, torch.dtype | None], list[TakenGradient]] = {}
         for taken in gradients if is_asked else ():
             if taken.norm is None:
-                unknown.setdefault(taken.pending.dtype, []).append(taken)
-        for group in unknown.values():
-            norms = norms_of((taken.pending, taken.norm_dtype) for taken in group)
+                unknown.setdefault((taken.pending.dtype, taken.norm_dtype), []).append(taken)
+        for (_, dtype), group in unknown.items():
+            norms = foreach_norm([taken.pending for taken in group], 2)
             for taken, norm in zip(group, norms, strict=True):
-                taken.norm = norm
+                taken.norm = norm if dtype is None else norm.to(dtype)
 
     def send_one(self, state: ParameterState, gradient: Tensor) -> tuple[Tensor, Event]:
         """Start the download of one gradient as it is; return where it arrives on the host, and its event."""
@@ -272,22 +272,14 @@ class Transfers(NewValues):
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
         """Rounds a gradient that was not taken; None where travelling rounds nothing."""
-        return self.narrowed if self.narrows else None
-
-    @property
-    def narrows(self) -> bool:
-        """Whether travelling may round gradients."""
-        return self.transfer_dtype not in (None, torch.float32)
+        return None if self.transfer_dtype in (None, torch.float32) else self.narrowed
 
     def _is_narrowed(self, taken: TakenGradient) -> bool:
-        return self.narrows and not taken.is_unrounded
+        return self.received is not None and not taken.is_unrounded
 
-    def narrowed(self, gradient: Tensor, *, keeps_dtype: bool = True) -> Tensor:
+    def narrowed(self, gradient: Tensor) -> Tensor:
         """Return a gradient that does not travel, rounded as if it had."""
-        if not self.narrows:
-            return gradient
-        narrow = gradient.to(dtype_on_link(gradient, self.transfer_dtype))
-        return narrow.to(gradient.dtype) if keeps_dtype else narrow
+        return gradient.to(dtype_on_link(gradient, self.transfer_dtype)).to(gradient.dtype)
 
     # ---- new values --------------------------------------------------------------------------------------------------
 
@@ -305,15 +297,11 @@ class Transfers(NewValues):
         """Start the upload of new values, count and trace it; return the event after which it has arrived."""
         begin = time.perf_counter()
         arrived = super().upload(host, distant)
-        tell("counting bytes", self._count_upload, host.nbytes)
         with self._lock:
+            self._statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
         tell("tracing", self.trace_arrived)
         return arrived
-
-    def _count_upload(self, size: int) -> None:
-        with self._lock:
-            self._statistics.uploaded_bytes += size
 
     def settle(self) -> None:
         """Return when everything that was published has arrived, and trace it."""

@@ -14,7 +14,6 @@ import ctypes
 import functools
 import random
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from superadam.devices.interface import ChunkSums
+from superadam.devices.pinned import Lease
 from superadam.gpu import Backend
 from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
@@ -63,7 +63,10 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         """Run the accelerator until the point has passed; return at once if it was never recorded."""
-        self.accelerator.run_until(self)
+        with self.accelerator.lock:
+            while not self.query():
+                if not self.accelerator.run_one():
+                    raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
 
 
 @dataclass(eq=False, slots=True)
@@ -77,11 +80,12 @@ class SimulatedStream:
     )
 
     def enqueue(self, run: Callable[[], object], *after: SimulatedEvent) -> None:
-        """Run something behind all that is here, and behind these events."""
+        """Run something behind all that is here and these events; then run operations for as long as the seed says."""
         with deferred_signals(), self.accelerator.lock:
             self.accelerator.collect()
             self.operations.append((run, after))
-        self.accelerator.progress()
+        while self.accelerator.random.random() < self.accelerator.eagerness and self.accelerator.run_one():
+            pass
 
     def end(self) -> SimulatedEvent:
         """Return the present end."""
@@ -101,13 +105,6 @@ class SimulatedStream:
 
     def synchronize(self) -> None:
         self.end().synchronize()
-
-
-class Lease(weakref.ref[Any]):
-    """A reference to what keeps the block at `address`, whose callback is a function of C: no signal interrupts it."""
-
-    __slots__ = ("address",)
-    address: int
 
 
 @dataclass(eq=False, slots=True)
@@ -209,24 +206,12 @@ class SimulatedAccelerator:
                     return True
         return False
 
-    def progress(self) -> None:
-        """Run operations for as long as the seed says."""
-        while self.random.random() < self.eagerness and self.run_one():
-            pass
-
     def finish(self) -> None:
         """Run everything that was enqueued."""
         while self.run_one():
             pass
         if any((memory != 0xFF).any() for memory in self.filled):
             raise RuntimeError("memory of the simulated device was written to after it was free")
-
-    def run_until(self, event: SimulatedEvent) -> None:
-        """Run operations until the event has passed."""
-        with self.lock:
-            while event.is_recorded and not event.has_passed:
-                if not self.run_one():
-                    raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -237,15 +222,15 @@ class SimulatedAccelerator:
         held = memory.view()
         with deferred_signals():  # `collect` finds each lease among the blocks
             lease = Lease(held, self._freed.append)
-            lease.address = memory.ctypes.data
-            self.blocks[lease.address] = Block(memory, self.current_stream(), is_on_host, lease)
+            lease.begin = memory.ctypes.data
+            self.blocks[lease.begin] = Block(memory, self.current_stream(), is_on_host, lease)
         with ordinary_tensors():
             return _in_storage(_storage_of(held), like)
 
     def collect(self) -> None:
         """Fill what was dropped, each block when its stream and those that have used it have come that far."""
         while self._freed:
-            block = self.blocks.pop(self._freed.popleft().address)
+            block = self.blocks.pop(self._freed.popleft().begin)
             block.ends = tuple([stream.end() for stream in dict.fromkeys(block.used_by)])
             filling = SimulatedStream(self, is_passing=True)  # nothing else waits for that
             filling.operations.append((block.fill, (block.stream.end(), *block.ends)))
@@ -324,7 +309,7 @@ class SimulatedAccelerator:
             return map_tensors(operation(*those[0], **those[1]), self.there)
         targets = map_tensors(made, self.alias)
         if tensors:
-            stream.enqueue(lambda: copy_all(tensors_in(targets), tensors_in(operation(*those[0], **those[1]))))
+            stream.enqueue(lambda: copy_each(tensors_in(targets), tensors_in(operation(*those[0], **those[1]))))
         return made
 
     def there(self, tensor: Tensor) -> Tensor:
@@ -411,10 +396,3 @@ def _in_storage(storage: torch.UntypedStorage, like: Tensor, offset: int = 0) ->
 
 def _zeros_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target."""
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)

@@ -1,13 +1,13 @@
 """What `superadam.devices.Device` promises, as checks for any implementation: see `DEVICE_CHECKS`.
 
-A check raises AssertionError where a device breaks a promise. The attribute `device.device` says where torch puts its
-tensors; without it, they are in host memory. No test framework is needed.
+A check raises AssertionError where a device breaks a promise. No test framework is needed.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,11 +26,6 @@ from superadam.testing.stand_in import take_norm
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _where(device: Device) -> torch.device:
-    where: torch.device = getattr(device, "device", torch.device("cpu"))
-    return where
-
-
 def _layout_of(*tensors: Tensor) -> FlatLayout[Any]:
     return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
 
@@ -40,7 +35,7 @@ def _oddly_laid_out(device: Device, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = [(5, 7), (), (0, 3), (6, 4), (3, 4, 5, 6)]
     tensors = [
-        torch.randn(shape, generator=generator, device="cpu").to(dtype=dtype, device=_where(device)) for shape in shapes
+        torch.randn(shape, generator=generator, device="cpu").to(dtype=dtype, device=device.device) for shape in shapes
     ]
     tensors[3] = tensors[3].t()
     tensors[4] = tensors[4].contiguous(memory_format=torch.channels_last)
@@ -92,8 +87,8 @@ def gradients_go_to_the_host_and_values_come_back(device: Device) -> None:
 def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
     """The event of `mark_ready` holds up streams that read the gradient, and a thread that reads one on the host."""
     values = torch.arange(70.0, device="cpu")
-    for where in (_where(device), torch.device("cpu")):
-        parameter, made_by_device = nn.Parameter(torch.zeros(70, device=where)), where == _where(device)
+    for where in (device.device, torch.device("cpu")):
+        parameter, made_by_device = nn.Parameter(torch.zeros(70, device=where)), where == device.device
         gradient = values.to(where)
         if made_by_device:  # late, where its work is
             gradient = device.pack([gradient], _layout_of(gradient), torch.float32)[:70]
@@ -115,7 +110,7 @@ def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
 
 def packing_takes_the_present_values_of_any_gradient(device: Device) -> None:
     """One is overwritten afterwards, one carries a graph, and one is a negated view; the result has no graph."""
-    where = _where(device)
+    where = device.device
     overwritten, with_graph = torch.ones(70, device=where), torch.ones(3, requires_grad=True, device=where) * 2
     negated = torch.complex(torch.zeros(4, device=where), torch.arange(4.0, device=where)).conj().imag
     assert negated.is_neg()
@@ -130,7 +125,7 @@ def packing_takes_the_present_values_of_any_gradient(device: Device) -> None:
 
 def scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: Device) -> None:
     """Parameters with steps, transposed, and without elements; and no parameters at all."""
-    where = _where(device)
+    where = device.device
     data = torch.zeros(12, device=where)[::3], torch.zeros(2, 3, device=where).t(), torch.zeros(0, device=where)
     parameters = [nn.Parameter(one) for one in data]
     versions = [version_of(parameter) for parameter in parameters]
@@ -144,18 +139,15 @@ def scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: D
 
 
 def memory_is_where_it_was_asked_for(device: Device) -> None:
-    """`is_host` tells where, and `torch.set_default_device` moves nothing."""
-    gradient = torch.ones(5, device=_where(device))
+    """`is_host` tells where, and torch's default device moves nothing."""
+    gradient = torch.ones(5, device=device.device)
     layout = _layout_of(gradient)
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         host = device.host_empty(3, torch.float32)
         there = device.empty(3, torch.bfloat16, Stream.UPLOAD)
         packed = device.pack([gradient], layout, torch.float32)
         device.copy(host, gradient[:3], Stream.DOWNLOAD)
         _finish(device, Stream.CURRENT, Stream.DOWNLOAD)
-    finally:
-        torch.set_default_device(None)
     assert host.is_cpu
     assert device.is_host(host)
     assert not device.has_link or not device.is_host(there)
@@ -168,7 +160,7 @@ def memory_is_where_it_was_asked_for(device: Device) -> None:
 
 def memory_that_was_recorded_outlives_its_tensor(device: Device) -> None:
     """Other allocations do not overwrite it."""
-    source = torch.arange(3000.0, device=_where(device))
+    source = torch.arange(3000.0, device=device.device)
     packed = device.pack([source], _layout_of(source), torch.float32)
     host = _download(device, packed)
     del packed
@@ -180,9 +172,9 @@ def memory_that_was_recorded_outlives_its_tensor(device: Device) -> None:
 
 def values_are_put_behind_what_their_stream_did_before(device: Device) -> None:
     """`put` replaces single values of what was packed before it."""
-    gradient, index = (torch.tensor(values, device=_where(device)) for values in ([1.0] * 70, [69, 3]))
+    gradient, index = (torch.tensor(values, device=device.device) for values in ([1.0] * 70, [69, 3]))
     packed = device.pack([gradient], _layout_of(gradient), torch.float32)
-    device.put(packed, index, torch.tensor([5.0, 7.0], device=_where(device)))
+    device.put(packed, index, torch.tensor([5.0, 7.0], device=device.device))
     _finish(device, Stream.CURRENT)
     assert packed[:70].tolist() == [1.0] * 3 + [7.0] + [1.0] * 65 + [5.0]
 
@@ -238,14 +230,14 @@ def norm_of_packed_gradients_has_the_bits_of_the_host(device: Device) -> None:
 def training_has_the_bits_of_training_without_it(device: Device) -> None:
     """Eight steps, some clipped and one with an infinite gradient; also where buckets stay where the device steps."""
     for keeps, dtype, moments in itertools.product((0, 2 * device.can_update), _DTYPES[:2], ("fp32", "bf16")):
-        models = [_model(dtype).to(_where(device)) for _ in range(2)]
+        models = [_model(dtype).to(device.device) for _ in range(2)]
         options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 20.0, "moments": moments}
         plain, ours = (SpeculativeCPUAdam(model.parameters(), **options) for model in models)
         with OffloadScheduler(ours, models[1], device=device, gpu_buckets=keeps, bucket_numel=70, num_threads=1):
             for seed in range(8):
                 inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype)
                 for model, optimizer in zip(models, (plain, ours), strict=True):
-                    (30 * (model(inputs.to(_where(device))) - 1).float().square().mean()).backward()
+                    (30 * (model(inputs.to(device.device)) - 1).float().square().mean()).backward()
                     if seed == 5:
                         first = next(model.parameters()).grad
                         assert first is not None
@@ -278,20 +270,8 @@ def what_was_reserved_can_be_given_back(device: Device) -> None:
 
 
 DEVICE_CHECKS: dict[str, Callable[[Device], None]] = {
-    check.__name__.replace("_", " "): check
-    for check in (
-        gradients_go_to_the_host_and_values_come_back,
-        what_makes_a_gradient_can_be_waited_for,
-        packing_takes_the_present_values_of_any_gradient,
-        scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone,
-        memory_is_where_it_was_asked_for,
-        memory_that_was_recorded_outlives_its_tensor,
-        values_are_put_behind_what_their_stream_did_before,
-        events_pass_in_the_order_of_their_stream,
-        worker_runs_jobs_in_order_and_tells_what_failed,
-        norm_of_packed_gradients_has_the_bits_of_the_host,
-        training_has_the_bits_of_training_without_it,
-        what_was_reserved_can_be_given_back,
-    )
+    name.replace("_", " "): check
+    for name, check in [*globals().items()]
+    if isinstance(check, FunctionType) and check.__module__ == __name__ and not name.startswith("_")
 }
-"""By what each of them holds; each is called with a fresh device."""
+"""Every check above, by what it holds; each is called with a fresh device."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,12 @@ from torch import Tensor
 from superadam.devices.cuda import CudaDevice
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.pinned import PinnedMemory
 from superadam.devices.worker import Job, Work, Worker
 from superadam.distributed.shards import local_of
+from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.testing.accelerator import Questions, SimulatedAccelerator, copy_all
+from superadam.testing.accelerator import Questions, SimulatedAccelerator
 
 PINNED_BYTES = 1 << 18
 """Memory of the host that is pinned from the beginning."""
@@ -86,7 +86,7 @@ class SimulatedDevice(CudaDevice):
         """
         tensor = self.accelerator.allocate(values, is_on_host=on_host)
         target, source = self.accelerator.alias(tensor), values.detach().clone()
-        self.accelerator.current_stream().enqueue(lambda: copy_all([target], [source]))
+        self.accelerator.current_stream().enqueue(lambda: copy_each([target], [source]))
         return tensor
 
     def finish(self) -> None:
@@ -128,14 +128,18 @@ class SimulatedDevice(CudaDevice):
             return super().empty(numel, dtype, stream)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        _fill_free(self.pinned)
+        for slab in self.pinned._slabs:  # what is free holds NaN, as if another program of the host had used it
+            returned = [(one.begin, one.begin + one.size) for one in slab._returned]
+            for begin, end in (*slab._gaps.ranges, *returned):
+                ctypes.memset(slab._address + begin, 0xFF, end - begin)
         tensor = super().host_empty(numel, dtype)
         return tensor if self.accelerator.is_pinned(tensor) else self.accelerator.allocate(tensor, is_on_host=True)
 
-    def _keep_for(self, tensor: Tensor, stream: Any) -> None:
-        block = self.accelerator.block_of(tensor)
-        if block is not None and block.stream is not stream:
-            block.used_by.append(stream)
+    def _keep(self, tensors: Iterable[Tensor], stream: Any) -> None:
+        used_by: Any = self._stream(stream)
+        for block in map(self.accelerator.block_of, tensors):
+            if block is not None and block.stream is not used_by:
+                block.used_by.append(used_by)
 
     def _settle(self) -> None:
         """Let a model that computes at once find what was enqueued to its stream."""
@@ -144,14 +148,6 @@ class SimulatedDevice(CudaDevice):
 
     def start_worker(self, idle: Work) -> Worker:
         return SeededWorker(self.accelerator.random, idle)
-
-
-def _fill_free(pinned: PinnedMemory) -> None:
-    """Fill pinned memory that is free with NaN, as another program of the host might."""
-    for slab in pinned._slabs:
-        returned = [(one.begin, one.begin + one.size) for one in slab._returned]
-        for begin, end in (*slab._gaps.ranges, *returned):
-            ctypes.memset(slab._address + begin, 0xFF, end - begin)
 
 
 class SeededWorker(Worker):

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superadam.devices import CudaDevice, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.slab import CudaRegistrar, PinningError, Slab
+from superadam.devices.pinned import CudaRegistrar, PinningError, Slab
 from superadam.gpu import reaches, scatter_values
 from superadam.gpu.scatter import _runtime
 from superadam.host.memory import HostNeeds
@@ -279,7 +279,7 @@ def test_what_the_host_can_never_hold_is_refused_before_anything_is_pinned(cuda,
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(cuda, caplog, monkeypatch, tmp_path):
-    monkeypatch.setattr("superadam.devices.slab.lockable_bytes", lambda: 8 << 20)
+    monkeypatch.setattr("superadam.devices.pinned.lockable_bytes", lambda: 8 << 20)
     device = FakeDevice(cuda, machine(tmp_path, meminfo(4 << 30)))
     device.pinned._registrar._device = torch.device("cpu")
     cuda.refuses = True

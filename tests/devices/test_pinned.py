@@ -20,9 +20,7 @@ from support.optimizers import DTYPES
 from torch import Tensor
 
 from superadam.devices import pinned as pinned_module
-from superadam.devices import slab
-from superadam.devices.pinned import PinnedMemory
-from superadam.devices.slab import PAGE_BYTES, Gaps, PinningError
+from superadam.devices.pinned import PAGE_BYTES, Gaps, PinnedMemory, PinningError
 
 PAGES = 24
 
@@ -308,7 +306,7 @@ def test_a_forked_child_leaves_the_parents_memory_alone():
         tensors.clear()
         gc.collect()
         assert registrar.unregistered == []
-        assert [left.closed for left in slab._left_to_parent[-1:]] == [False]
+        assert [left.closed for left in pinned_module._left_to_parent[-1:]] == [False]
 
     del held
     assert exit_code_of_child(end_everything) == 0

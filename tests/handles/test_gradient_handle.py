@@ -260,7 +260,7 @@ def _by_another(parameter: Any) -> None:
     scalar, _owner, taken = handle_for(_own(parameter, 0.75))
     parameter.grad.mul_(scalar.grad)
     parameter.grad.mul_(scalar.grad.norm())
-    assert not taken.is_given
+    assert taken.given is None
 
 
 _hidden = torch.library.Library("superadam_hides", "DEF")
@@ -833,7 +833,7 @@ def test_nothing_is_kept_alive_after_giving_back() -> None:
 def _sum_of(first: Tensor) -> tuple[nn.Parameter, Owner, TakenGradient]:
     parameter, owner, taken = handle_for(first)
     taken.pending = taken.pending.to(torch.float32)
-    taken.is_unrounded = True
+    taken.is_unrounded, taken.exact_dtype = True, taken.pending.dtype
     parameter.register_post_accumulate_grad_hook(lambda p: take_gradient(p, owner) and None)
     return parameter, owner, taken
 
@@ -891,7 +891,7 @@ def test_unscaling_and_products_come_before_rounding(counted: int | None) -> Non
     """7e4 is more than fp16 can hold."""
     parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), NotingHolder(counted))
     taken.pending = torch.tensor([7e4])
-    taken.is_unrounded = True
+    taken.is_unrounded, taken.exact_dtype = True, taken.pending.dtype
     assert parameter.grad.isinf().all()
     found = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
@@ -914,7 +914,7 @@ def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> Non
     else:
         parameter.grad.zero_()
         other.grad.zero_()
-    assert ordinary.is_given
+    assert ordinary.given is not None
     assert other.grad.tolist() == parameter.grad.tolist() == [0.0, 0.0]
     assert taken_of(parameter.grad) is taken
     assert read.tolist() == [1.0, 3.0]

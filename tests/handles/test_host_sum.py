@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from superadam.handles.host_sum import HostSum
+from superadam.handles.taken_gradient import HostSum
 from superadam.testing import SimulatedDevice
 
 

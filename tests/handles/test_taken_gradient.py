@@ -51,7 +51,7 @@ def test_values_without_factors_are_the_gradient_itself(dtype: torch.dtype) -> N
     assert taken.value() is taken.scaled() is taken.ready() is gradient
     assert (taken.shape, taken.strides, taken.dtype, taken.device) == ((3, 5), (5, 1), dtype, gradient.device)
     assert taken.scale() == taken.unscale_factor() == 1.0
-    assert not taken.is_given
+    assert taken.given is None
     taken.pending = transposed(gradient)
     assert taken.scaled() is taken.pending
     assert taken.value().stride() == (5, 1)
@@ -258,7 +258,7 @@ def test_sum_is_that_in_the_wider_dtype(batches: list[int], in_use: list[bool], 
     random = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in batches]
     first = irregular(4, 6, dtype=dtype)
     taken = TakenGradient(first)
-    taken.pending, taken.is_unrounded = transposed(first.float()), True
+    taken.pending, taken.is_unrounded, taken.exact_dtype = transposed(first.float()), True, torch.float32
     expected = first.float()
     for batch, used in zip(random, in_use, strict=False):
         before, values, version = taken.pending, taken.pending.clone(), taken.version
@@ -300,7 +300,7 @@ def test_what_arrived_unrounded_stays_so_without_speculation(in_use: bool) -> No
     taken.pending, taken.is_unrounded, taken.is_reduced, taken.in_use = torch.full((3,), 1.003), True, True, in_use
     before, version = taken.pending, taken.version
     taken.leave_speculation()
-    assert not taken.is_given
+    assert taken.given is None
     assert not taken.in_use
     assert (taken.pending is before) is not in_use
     assert (taken.version > version) is in_use
@@ -324,7 +324,7 @@ def test_giving_back_makes_a_copy_with_factors_and_layout_and_tells_the_keeper(d
         taken.record(Factor(MULTIPLY, 0.3))
         taken.record(Factor(DIVIDE, 3))
     given = taken.give_back()
-    assert taken.is_given
+    assert taken.given is not None
     assert taken.given is given is taken.give_back()
     assert given.data_ptr() != pending.data_ptr()
     assert given.stride() == (5, 1)

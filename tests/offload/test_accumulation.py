@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.offload.accumulation import Accumulation
+from superadam.offload.buckets import Accumulation
 from superadam.offload.transfers import Transfers
 from superadam.testing import SimulatedDevice
 

@@ -15,18 +15,16 @@ from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
-from superadam.offload.autotune import (
+from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
+from superadam.offload.needs import bytes_of_state
+from superadam.offload.placement import (
     AGREEING_STEPS,
     FREE_SHARE,
-    Autotuner,
-    Work,
-)
-from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
-from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import (
     LEAST_BUCKETS,
     LEAST_NUMEL,
+    Autotuner,
     Placement,
+    Work,
     last_pieces,
     numel_of_buckets,
 )
@@ -34,9 +32,10 @@ from superadam.state.parameter import ParameterState, Piece
 from superadam.testing import SimulatedDevice
 
 CORES = 4
-BYTES_PER_ELEMENT = BYTES_OF_STATE + torch.bfloat16.itemsize
+BYTES_PER_ELEMENT = bytes_of_state() + torch.bfloat16.itemsize
 """Of a resident bucket: state and gradient."""
-AUTO = {"gpu_buckets": "auto", "bucket_numel": "auto", "transfer_dtype": "auto", "num_threads": "auto"}
+BYTES = {"bytes_of_state": bytes_of_state(), "bytes_of_gradient": torch.bfloat16.itemsize}
+AUTO = {"gpu_buckets": "auto", "bucket_numel": "auto", "transfer_dtype": "auto", "num_threads": "auto", **BYTES}
 
 
 class Measured(SimulatedDevice):
@@ -51,7 +50,7 @@ class Measured(SimulatedDevice):
 
     def free_bytes(self) -> int:
         self.questions += 1
-        return int(self.free - BYTES_OF_STATE * self.kept)
+        return int(self.free - bytes_of_state() * self.kept)
 
     def idle_cores(self) -> int:
         return self.num_threads
@@ -244,8 +243,8 @@ def test_worker_can_neither_come_nor_go(num_threads: int) -> None:
 def test_device_that_cannot_keep_is_told() -> None:
     told = "gpu_buckets is 3, but steps cannot be made where the model is, .*; leave gpu_buckets at 'auto' or 0"
     with pytest.raises(ValueError, match=told):
-        Autotuner(PlainDevice(), 100, 3, "auto", "auto", 1)
-    autotuner = Autotuner(PlainDevice(), 100, 0, "auto", "auto", 1)
+        Autotuner(PlainDevice(), 100, 3, "auto", "auto", 1, **BYTES)
+    autotuner = Autotuner(PlainDevice(), 100, 0, "auto", "auto", 1, **BYTES)
     before = autotuner.placement
     with pytest.raises(ValueError, match=told):
         autotuner.place(Placement(3, 10, None, 1))
@@ -255,7 +254,7 @@ def test_device_that_cannot_keep_is_told() -> None:
 def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() -> None:
     device = Measured()
     device.free = 12 * 10**9 - 1
-    options: dict[str, Any] = {"bucket_numel": 10**6, "transfer_dtype": None, "num_threads": 1}
+    options: dict[str, Any] = {"bucket_numel": 10**6, "transfer_dtype": None, "num_threads": 1, **BYTES}
     with pytest.raises(MemoryError, match=r"takes 12\.00 GB, but 12\.00 GB are free there; keep fewer buckets"):
         Autotuner(device, 2 * 10**9, 1000, **options)
     autotuner = Autotuner(device, 2 * 10**9, 999, **options)

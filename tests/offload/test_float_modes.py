@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.kernels.torch_private import check_and_unscale
-from superadam.offload import accumulation
+from superadam.offload import buckets
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.99), "weight_decay": 0.1}  # exp_avg is the gradient
 SIZES = ((64, 2), (192,), (64, 1))
@@ -178,7 +178,7 @@ def check(
 def _gradients_are_always_taken() -> Iterator[None]:
     """Also after steps in which they were given back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulation, "PAUSE_STEPS", 0)
+        patch.setattr(buckets, "PAUSE_STEPS", 0)
         yield
 
 

@@ -12,6 +12,7 @@ from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.devices import Stream
 from superadam.kernels.torch_private import ordinary_tensors
 from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
@@ -67,7 +68,7 @@ class Elsewhere:
         for _ in range(self.choices.choice([0, 50])):  # of other work, so that some gradients are much later
             stream.enqueue(bool)
         parameter.grad = gradient * 1
-        self.device._keep_for(gradient, stream)
+        self.device._keep([gradient], Stream.CURRENT)
 
     def settle(self) -> None:
         """Let the model's stream wait for them, as FSDP2 does at the end of backward."""

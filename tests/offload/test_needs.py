@@ -13,7 +13,8 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice
 from superadam.devices.flat import aligned
 from superadam.host.memory import HostMemory
-from superadam.offload.needs import BYTES_OF_STATE, needs_of, needs_of_run
+from superadam.offload.needs import bytes_of_state as bytes_of_one
+from superadam.offload.needs import needs_of, needs_of_run
 from superadam.offload.placement import Placement
 from superadam.state.uncertain import list_bytes
 from superadam.testing import SimulatedDevice
@@ -114,7 +115,7 @@ def test_gradients_that_travel_have_the_dtype_of_the_link(dtype, transfer_dtype)
 def test_new_values_wait_on_the_host_where_the_device_has_no_room(free: int, gpu_buckets: int, waiting: int) -> None:
     _, optimizer = make(torch.bfloat16)
     for more in (0, 2):  # buckets, whose state takes room as well
-        device = PacedDevice(PRESETS["h200"], free_bytes=free + more * 100 * BYTES_OF_STATE)
+        device = PacedDevice(PRESETS["h200"], free_bytes=free + more * 100 * bytes_of_one())
         needs = needs_of_run(optimizer, device, Placement(gpu_buckets + more, 100, None, 1))
         assert needs.shadows == waiting
 

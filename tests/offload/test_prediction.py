@@ -281,7 +281,7 @@ def test_what_arrives_again_is_not_remembered_for_ever() -> None:
     predictor.total = 300
     for number in range(30):
         predictor.predict(100, float(number), 1.0, 1.0)
-    assert len(predictor._made) <= 3
+    assert len(predictor._predicted) == len(predictor._seen) <= 3
 
 
 def test_widths_are_within_what_the_proof_covers() -> None:

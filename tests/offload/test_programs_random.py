@@ -31,7 +31,7 @@ from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.handles.gradient_handle import taken_of
-from superadam.offload import accumulation
+from superadam.offload import buckets
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.testing import SimulatedDevice
 
@@ -279,7 +279,7 @@ class OverlappedRun(RuleBasedStateMachine):
         )
     )
     def start(self, drawn: Any) -> None:
-        self.pause, accumulation.PAUSE_STEPS = accumulation.PAUSE_STEPS, drawn.pause  # schedules are short
+        self.pause, buckets.PAUSE_STEPS = buckets.PAUSE_STEPS, drawn.pause  # schedules are short
         self.drawn, self.dtype, self.seed = drawn, drawn.dtype, drawn.seed
         self.is_mixed = drawn.is_mixed and drawn.dtype != torch.float32
         self.storage = {"moments": drawn.moments, "master": drawn.master}
@@ -552,7 +552,7 @@ class OverlappedRun(RuleBasedStateMachine):
                 self.models_are_equal()
         finally:
             if hasattr(self, "pause"):
-                accumulation.PAUSE_STEPS = self.pause
+                buckets.PAUSE_STEPS = self.pause
 
 
 def assert_equal(ours: Any, theirs: Any, what: str) -> None:

@@ -48,7 +48,7 @@ from superadam.devices import Device, Stream
 from superadam.devices.worker import WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels import native, torch_private
-from superadam.offload.accumulation import PAUSE_STEPS
+from superadam.offload.buckets import PAUSE_STEPS
 from superadam.offload.hooks import Hooks
 from superadam.offload.pipeline import Pipeline
 from superadam.optim.binding import Binding

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
 from superadam.devices import Device
 from superadam.host import telling
-from superadam.offload.accumulation import Accumulation
-from superadam.offload.autotune import Autotuner
-from superadam.offload.buckets import Bucketer
+from superadam.offload.buckets import Accumulation, Bucketer
 from superadam.offload.hooks import Hooks
 from superadam.offload.pipeline import Pipeline
+from superadam.offload.placement import Autotuner
 from superadam.offload.prediction import Predictor
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
@@ -117,7 +116,7 @@ METHODS: dict[str, tuple[Any, str]] = {
         Statistics: ["count"],
         Trace: ["add"],
         Transaction: ["_applied", "_count"],
-        Transfers: ["bytes_without_room", "trace_arrived", "_count_shadow", "_count_upload"],
+        Transfers: ["bytes_without_room", "trace_arrived", "_count_shadow"],
     }.items()
     for name in names
 }

@@ -82,9 +82,11 @@ NOTICED_BY = {
     "state.resident ResidentStates.bring_home: self._device.wait(Stream.CURRENT, self._updated)": (
         "tests/state/test_resident_states.py"
     ),
-    "devices.cuda CudaDevice._keep_for: tensor.record_stream(stream)": "tests/devices/test_cuda.py",
+    "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": "tests/devices/test_cuda.py",
     "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": "tests/devices/test_cuda.py",
-    "devices.cuda CudaDevice.update: self._keep((one.gradient for one in steps))": "tests/devices/test_cuda.py",
+    "devices.cuda CudaDevice.update: self._keep((one.gradient for one in steps), Stream.CURRENT)": (
+        "tests/devices/test_cuda.py"
+    ),
     "devices.pinned _settle: event.synchronize()": "tests/devices/test_pinned.py",
     "state.new_values NewValues.stage: self._staged.synchronize()": "tests/offload/test_transfers.py",
     "state.new_values Shadow.put: device.wait(Stream.CURRENT, event)": "tests/offload/test_transfers.py",
@@ -130,7 +132,7 @@ def test_the_rule_finds_waits_events_and_memory_that_is_kept():
 @pytest.mark.parametrize(
     "name",
     [
-        "devices.cuda CudaDevice.record_stream: self._keep_for(buffer, self._stream(stream))",
+        "devices.cuda CudaDevice.record_stream: self._keep([buffer], stream)",
         "offload.transfers Transfers._send_to_host: device.record(Stream.DOWNLOAD)",
         "offload.transfers Transfers._send_to_host: device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))",
     ],

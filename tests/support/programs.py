@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
-from superadam.offload import accumulation as micro_batches
+from superadam.offload import buckets
 from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
@@ -208,7 +208,7 @@ def run_in(program: Program, setting: Setting) -> Shown:
     run = Run(setting, program.limit)
     with pytest.MonkeyPatch.context() as patch:
         if not setting.pauses:
-            patch.setattr(micro_batches, "PAUSE_STEPS", 0)
+            patch.setattr(buckets, "PAUSE_STEPS", 0)
         program.train(run)
     if program.speculates and setting is EAGER:
         # Of parameters: a bucket counts as redone if another one was.

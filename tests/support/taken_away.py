@@ -19,7 +19,7 @@ from superadam.devices.interface import AllEvents
 STATEMENTS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream", "hold_until"}
 """What torch, a device and pinned memory call it to let somebody wait, or to keep memory until a stream has passed."""
 
-WRAPPERS = {"_keep", "_keep_for", "_let_leave", "follow", "keep_published", "settle"}
+WRAPPERS = {"_keep", "_let_leave", "follow", "keep_published", "settle"}
 """Methods of this package that do nothing else."""
 
 FLAGS = __future__.annotations.compiler_flag

@@ -16,7 +16,7 @@ from superadam.host.memory import HostMemory, lockable_bytes
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
 from superadam.kernels.traffic import bytes_per_element
-from superadam.offload.needs import BYTES_OF_STATE, bytes_of_state
+from superadam.offload.needs import bytes_of_state
 from superadam.state.storage import Moments, Storage
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def main_memory(host: Host) -> Finding:
     """Report how much memory is free, and how many parameters' state would fit into that."""
     memory = HostMemory.of(host)
     values = {"total_bytes": memory.total, "limit_bytes": memory.limit, "available_bytes": memory.available}
-    fits = f"the state of {in_words(memory.available / BYTES_OF_STATE)} parameters"
+    fits = f"the state of {in_words(memory.available / bytes_of_state())} parameters"
     fits += f" ({in_words(memory.available / bytes_of_state(Storage(Moments.BFLOAT16)))} with moments in bf16)"
     detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.limit < memory.total:

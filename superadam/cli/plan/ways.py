@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from superadam.cli.plan.schedule import Part, buckets_of
-from superadam.offload.autotune import FREE_SHARE, LEAST_GAIN
-from superadam.offload.placement import Placement
+from superadam.offload.placement import FREE_SHARE, LEAST_GAIN, Placement
 from superadam.plan.events import Rates, Step, Work, simulate
 
 ROUNDS = 40  # of changes of the placement
