@@ -53,7 +53,7 @@ class GradientHandle(torch.Tensor):
     """
 
     taken: TakenGradient
-    is_alias: bool
+    is_alias = False
     has_memory = False  # that of the gradient, which was given back
 
     __torch_function__ = torch_private.no_torch_function  # `.shape` stays fast
