@@ -104,14 +104,12 @@ def read(name: str) -> Machine:
 
 def _rate(what: str, row: Any) -> Rate:
     kinds = [kind.value for kind in Kind]
-    expected = f"expected a table with value, kind ({', '.join(kinds)}) and source; correct it"
-    if not isinstance(row, dict) or {*row} != {"value", "kind", "source"} or row["kind"] not in kinds:
-        raise UnplannableError(f"{what} is {row!r}, {expected}")
-    value, source = row["value"], row["source"]
-    is_zero_allowed = "reserved" in what or "per_bucket" in what
-    is_number = (
-        isinstance(value, int | float) and math.isfinite(value) and (value > 0 or (is_zero_allowed and value == 0))
+    if isinstance(row, dict) and {*row} == {"value", "kind", "source"} and row["kind"] in kinds:
+        value, source = row["value"], str(row["source"])
+        is_zero_allowed = "reserved" in what or "per_bucket" in what
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if is_number and (value > 0 or (is_zero_allowed and value == 0)) and source.strip():
+            return Rate(float(value), Kind(row["kind"]), source)
+    raise UnplannableError(
+        f"{what} is {row!r}, expected a table with value, kind ({', '.join(kinds)}) and source; correct it"
     )
-    if not is_number or not str(source).strip():
-        raise UnplannableError(f"{what} is {row!r}, {expected}")
-    return Rate(float(value), Kind(row["kind"]), str(source))
