@@ -51,7 +51,8 @@ def template_of(
     groups = _named_state(model, optimizer)["param_groups"]
     if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in values["param_groups"]]:
         raise CheckpointError("it has other parameter groups than the optimizer, expected one of the same model")
-    parameters = _named_parameters(optimizer, {"param_groups": groups})
+    names = (name for group in groups for name in group["params"])
+    parameters = dict(zip(names, parameters_of(optimizer), strict=True))
     state: dict[str, Any] = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
     expected = {
         name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else "present"
@@ -97,30 +98,12 @@ def split(
     return {"state": state, "param_groups": groups}, model_state
 
 
-def masters_of(tensors: dict[str, Tensor | Encoded], values: dict[str, Any], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters that are working copies, by the names of their masters in a checkpoint."""
-    if not isinstance(optimizer, SpeculativeCPUAdam):
-        return {}
-    named = _named_parameters(optimizer, values).items()
-    return {master: parameter for name, parameter in named if (master := f"optimizer.{name}.master") in tensors}
-
-
-def _named_parameters(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the optimizer's parameters by the names that `param_groups` of what is saved give them."""
-    names = (name for group in values["param_groups"] for name in group["params"])
-    return dict(zip(names, parameters_of(optimizer), strict=True))
-
-
 def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state dict with the parameters' names in the model.
 
     torch would make a step with zero gradients to create state where there is none; an empty entry prevents that.
     """
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
+    reshard(model)
     if not {*parameters_of(optimizer)} <= {*model.parameters()}:
         raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
     state, first = optimizer.state, next(iter(parameters_of(optimizer)), None)
@@ -136,6 +119,15 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         if is_new:
             del state[first]
     return {**named, "state": {name: entry for name, entry in named["state"].items() if entry}}
+
+
+def reshard(model: nn.Module) -> None:
+    """Give a model the parameters of its optimizer; after an evaluation, FSDP2 may have left whole ones there."""
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def bytes_of_values(values: dict[str, Any]) -> bytes:

@@ -23,14 +23,13 @@ class CheckpointRanks:
 
     def __init__(self, group: dist.ProcessGroup | None, failure: str, advice: str, outcome: str) -> None:
         self.group, self.failure, self.advice, self.outcome = group, failure, advice, outcome
-        self.are_several = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if self.are_several else 0
-        self.size = dist.get_world_size(group) if self.are_several else 1
+        are_several = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if are_several else (0, 1)
 
     def gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in their order."""
         values = [value] * self.size
-        if self.are_several:
+        if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 

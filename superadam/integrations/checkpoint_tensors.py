@@ -61,12 +61,16 @@ class Copies:
 
     Args:
         tensors: all of the checkpoint, as users see them.
-        masters: the parameter of each name in `tensors` that is a master's.
         names: of those that this rank writes.
+        has_masters: whether what is called master in the state is that of a working copy.
     """
 
-    def __init__(self, tensors: Mapping[str, Value], masters: Mapping[str, Tensor], names: Collection[str]) -> None:
-        of_working_copy = {_place(shards.local_of(parameter)): tensors[name] for name, parameter in masters.items()}
+    def __init__(self, tensors: Mapping[str, Value], names: Collection[str], *, has_masters: bool) -> None:
+        of_working_copy = {}
+        for name, parameter in tensors.items() if has_masters else ():
+            kind, _, name = name.partition(".")
+            if kind == "model" and (master := tensors.get(f"optimizer.{name}.master")) is not None:
+                of_working_copy[_place(shards.local_of(parameter))] = master
         self._values: dict[str, Value] = {}
         self._arrays: dict[object, Tensor] = {}  # the plain tensors in memory that values consist of
         for name in names:

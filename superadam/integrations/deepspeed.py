@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from superadam.distributed import shards
+from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
-from superadam.integrations.fp32_weights import WRAPPERS, reshard, save_fp32
+from superadam.integrations.fp32_weights import WRAPPERS, save_fp32
 from superadam.integrations.zero_checkpoint import ZeroCheckpoint
 from superadam.kernels.torch_private import dtensor_like
 from superadam.optim.adam import SpeculativeCPUAdam

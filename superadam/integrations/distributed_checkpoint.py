@@ -134,7 +134,9 @@ def save(
         if wait:
             return checkpoint.finish()
         checkpoint.copy()
-        return checkpoint.finish_beside()
+        with deferred_signals():  # Ctrl-C leaves no unfinished checkpoint behind
+            background_save.start(checkpoint.finish, stack.pop_all())
+        return checkpoint_folder.published(checkpoint.part)
 
 
 @untracked
@@ -222,14 +224,13 @@ class _NewCheckpoint:
                     self.optimizer._adopt_sampled_writes()
                 self._steps_made = self.steps()
                 self._tensors, values = checkpoint_contents.contents_of(model, self.optimizer)
-                self._masters = checkpoint_contents.masters_of(self._tensors, values, self.optimizer)
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
 
         self.ranks.run(read)
         self._states = _descent.setdefault(self.optimizer, set())
-        self._part = self.ranks.on_first(lambda: checkpoint_folder.begin(folder, self.stack, self._states))
-        self.ranks.require_shared(self._part)
+        self.part = self.ranks.on_first(lambda: checkpoint_folder.begin(folder, self.stack, self._states))
+        self.ranks.require_shared(self.part)
 
     def plan(self) -> None:
         """Agree on what each rank writes.
@@ -239,7 +240,7 @@ class _NewCheckpoint:
         """
         is_first = self.ranks.rank == 0
         planner = self._planner = checkpoint_tensors.Planner()
-        writer = self._writer = FileSystemWriter(self._part, overwrite=False, sync_files=False)
+        writer = self._writer = FileSystemWriter(self.part, overwrite=False, sync_files=False)
         if self.is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
             writer.per_thread_copy_ahead = 0  # the planner makes tensors one after the other
 
@@ -259,7 +260,8 @@ class _NewCheckpoint:
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
         names = {item.index.fqn for item in self._plan.items}
-        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, self._masters, names))
+        has_masters = isinstance(self.optimizer, SpeculativeCPUAdam)
+        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, has_masters=has_masters))
         own = Claim.of(Host(), copies.size)
         claims = self.ranks.gather(own)
 
@@ -280,7 +282,7 @@ class _NewCheckpoint:
                 self._require_no_step()
 
         self.ranks.run(copy)
-        del self._tensors, self._masters, self.optimizer, self.steps  # nothing of training is kept
+        del self._tensors, self.optimizer, self.steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""
@@ -290,18 +292,6 @@ class _NewCheckpoint:
         _last_seen[path.parent.resolve()] = state
         return path
 
-    def finish_beside(self) -> Path:
-        """Let a thread finish; return the folder that the checkpoint will have."""
-        with deferred_signals():  # Ctrl-C leaves no unfinished checkpoint behind
-            rest = self.stack.pop_all()
-
-            def work() -> None:
-                with rest:
-                    self.finish()
-
-            background_save.start(work)
-        return checkpoint_folder.published(self._part)
-
     def _write(self) -> tuple[list[WriteResult], checkpoint_folder.Files]:
         """Write this rank's files; return what DCP says of them, and their digests."""
         written = self._writer.write_data(self._plan, self._planner)
@@ -309,18 +299,18 @@ class _NewCheckpoint:
         checkpoint_tensors.require_whole(self._plan, written.value())
         if not self.is_copied:
             self._require_no_step()
-        own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self.ranks.rank}_")]
+        own = [self.part / name for name in os.listdir(self.part) if name.startswith(f"__{self.ranks.rank}_")]
         return written.value(), _digests(own)
 
     def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str]:
         """Publish what all ranks have written; return the checkpoint's folder and its parent's state."""
         self._writer.finish(self._metadata, [results for results, _ in every])
-        values = self._part / checkpoint_contents.VALUES
+        values = self.part / checkpoint_contents.VALUES
         values.write_bytes(self._values)
-        files = _digests([values, self._part / ".metadata"])
+        files = _digests([values, self.part / ".metadata"])
         for _, share in every:
             files.update(share)
-        return checkpoint_folder.publish(self._part, files, self.ranks.size, self.keep, self._states)
+        return checkpoint_folder.publish(self.part, files, self.ranks.size, self.keep, self._states)
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
@@ -345,8 +335,5 @@ def _counted_steps(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
         yield lambda: optimizer.statistics.steps
         return
     begun: list[None] = []
-    hook = optimizer.register_step_pre_hook(lambda *_: begun.append(None))
-    try:
+    with optimizer.register_step_pre_hook(lambda *_: begun.append(None)):
         yield lambda: len(begun)
-    finally:
-        hook.remove()
