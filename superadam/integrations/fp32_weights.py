@@ -83,11 +83,8 @@ def save_fp32(
         for number, content in enumerate(files, 1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
             places |= dict.fromkeys(content, name)
-            whole = {}
-            for own_name, each in content.items():
-                tensor = _whole(*each)
-                if ranks.rank == 0:
-                    whole[own_name] = tensor
+            # All ranks take part in each tensor, and the first one keeps it.
+            whole = {key: tensor for key, each in content.items() for tensor in [_whole(*each)] if ranks.rank == 0}
             ranks.on_first(functools.partial(save_file, whole, part / name, {"format": "pt"}))
             whole.clear()  # before there is another one
 
