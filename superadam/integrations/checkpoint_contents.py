@@ -42,8 +42,8 @@ def contents_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
 
 def template_of(
     reader: FileSystemReader, model: nn.Module, optimizer: Optimizer, values: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Return host tensors for all in a checkpoint, sharded as the parameters are now.
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return host tensors for all in a checkpoint, sharded as the parameters are now, and its parameter groups.
 
     The file decides what state there is: a parameter without gradients has none, and torch's AdamW has no masters.
     Raises CheckpointError where it is of another model or other parameter groups.
@@ -73,29 +73,25 @@ def template_of(
         if like.shape != shape:  # as that of step
             like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
-    return template
+    pairs = zip(groups, values["param_groups"], strict=True)
+    return template, [{**now, **saved, "params": now["params"]} for now, saved in pairs]
 
 
-def split(
-    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what was read as the state dicts of optimizer and model; for torch's Adam without masters.
+def split(optimizer: Optimizer, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what was read as the state of optimizer and model by names; for torch's Adam without masters.
 
     torch's own way would make a step with zero gradients, and drop the state of frozen parameters.
     """
     state: dict[str, dict[str, Any]] = {}
     model_state: dict[str, Any] = {}
-    for name, value in (tensors | values["others"]).items():
+    for name, value in content.items():
         kind, _, name = name.partition(".")
         parameter, _, key = name.rpartition(".")
         if kind == "model":
             model_state[name] = value
         elif key != "master" or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             state.setdefault(parameter, {})[key] = value
-    present = _named_state(model, optimizer)["param_groups"]
-    pairs = zip(present, values["param_groups"], strict=True)
-    groups = [{**now, **saved, "params": now["params"]} for now, saved in pairs]
-    return {"state": state, "param_groups": groups}, model_state
+    return state, model_state
 
 
 def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

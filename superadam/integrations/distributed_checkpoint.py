@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
@@ -168,11 +168,10 @@ def load(
     ranks.require_shared(path)
     _verify(ranks, there)
 
-    def prepare() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        values = checkpoint_contents.read_values(path / checkpoint_contents.VALUES)
-        return checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values), values
-
-    tensors, values = ranks.run(prepare)
+    values = ranks.run(lambda: checkpoint_contents.read_values(path / checkpoint_contents.VALUES))
+    tensors, groups = ranks.run(
+        lambda: checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values)
+    )
 
     def read() -> None:
         with warnings.catch_warnings():
@@ -180,8 +179,11 @@ def load(
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=process_group)
 
     ranks.run(read)
-    state, model_state = checkpoint_contents.split(model, optimizer, tensors, values)
-    ranks.restore(lambda: optimizer.load_state_dict(state), lambda: set_model_state_dict(model, model_state))
+    state, model_state = checkpoint_contents.split(optimizer, tensors | values["others"])
+    ranks.restore(
+        lambda: optimizer.load_state_dict({"state": state, "param_groups": groups}),
+        lambda: set_model_state_dict(model, model_state),
+    )
     if is_newest:
         _last_seen[parent.resolve()] = there.state
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
@@ -261,7 +263,7 @@ class _NewCheckpoint:
         """Copy what this rank writes into memory that nothing else reaches."""
         names = {item.index.fqn for item in self._plan.items}
         has_masters = isinstance(self.optimizer, SpeculativeCPUAdam)
-        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, has_masters=has_masters))
+        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, has_masters))
         own = Claim.of(Host(), copies.size)
         claims = self.ranks.gather(own)
 

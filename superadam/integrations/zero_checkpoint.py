@@ -43,8 +43,7 @@ class ZeroCheckpoint:
         ]
         shards = [_read(path / name) for name in files]
         self._shards = shards if self._is_universal else [shard["optimizer_state_dict"] for shard in shards]
-        first = self._shards[0]
-        count = first["partition_count"]
+        count = self._shards[0]["partition_count"]
         self._ranks: int = max(count) if isinstance(count, list) else count
         if not self._is_universal and len(shards) != self._ranks:
             raise CheckpointError(f"it has optim_states of {len(shards)} ranks, expected {self._ranks}; copy all of it")
