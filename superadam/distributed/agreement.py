@@ -52,19 +52,12 @@ class _Words(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A parameter as one rank describes it to the others.
+    """A parameter as one rank describes it to the others."""
 
-    Attributes:
-        name: by which ranks know the same parameter.
-        shape: of the whole parameter.
-        members: the ranks over which it is distributed; an ordinary one lies on one.
-        part: which elements of it this rank counts, as `shards.counted_part` says.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    members: tuple[int, ...]
-    part: str | None = None
+    name: str  # by which ranks know the same parameter
+    shape: tuple[int, ...]  # of the whole parameter
+    members: tuple[int, ...]  # the ranks over which it is distributed; an ordinary one lies on one
+    part: str | None = None  # which elements of it this rank counts, as `shards.counted_part` says
 
 
 _Copies = tuple[tuple[int, ...], ...]

@@ -55,12 +55,9 @@ def rest() -> None:
 class Copies:
     """What a save copies: tensors that share memory once, and working copies as their masters, in the masters' dtype.
 
-    Raises CheckpointError where a tensor has no memory.
-
-    Args:
-        tensors: all of the checkpoint, as users see them.
-        names: of those that this rank writes.
-        has_masters: whether what is called master in the state is that of a working copy.
+    Of all tensors of a checkpoint, as users see them, it is given the `names` of those that this rank writes, and
+    whether what is called master in the state is that of a working copy. Raises CheckpointError where a tensor has no
+    memory.
     """
 
     def __init__(self, tensors: Mapping[str, Value], names: Collection[str], has_masters: bool) -> None:

@@ -70,14 +70,14 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     )
     with ExitStack() as stack:
 
-        def look() -> tuple[Path, checkpoint_folder.CheckpointFolder, Path]:
+        def look() -> tuple[checkpoint_folder.CheckpointFolder, Path]:
             path = Path(folder).absolute()
             there = checkpoint_folder.look(path)
             is_marked = ranks.size > 1 and there.state is None
-            return path, there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
+            return there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
 
-        path, there, marker = ranks.on_first(look)
-        _last_seen[path.resolve()] = there.state
+        there, marker = ranks.on_first(look)
+        _last_seen[there.newest.parent.resolve()] = there.state
         if ranks.require_shared(marker) is None and there.state is not None:
             _verify(ranks, there)  # tells what is lost
     return None if there.state is None else there.newest
@@ -163,7 +163,7 @@ def load(
     """
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
-    parent, there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
+    there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
     path = there.newest
     ranks.require_shared(path)
     _verify(ranks, there)
@@ -185,9 +185,9 @@ def load(
         lambda: set_model_state_dict(model, model_state),
     )
     if is_newest:
-        _last_seen[parent.resolve()] = there.state
+        _last_seen[path.parent.resolve()] = there.state
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
-    _descent.setdefault(optimizer, set()).add(_last_seen.get(parent.resolve(), there.state))
+    _descent.setdefault(optimizer, set()).add(_last_seen.get(path.parent.resolve(), there.state))
     return values["extra"]
 
 

@@ -98,7 +98,7 @@ class ZeroCheckpoint:
     def step(self, name: str) -> Any:
         """Return the step count of a trained parameter."""
         path = self._path / UNIVERSAL / name / "step.pt"
-        if self._is_universal and path.exists():
+        if path.exists():
             return _read(path)
         entry = self._adam[0].get("state", {}).get(self.places[name], {})
         return entry["step"] if "step" in entry else self.group_of(name)["step"]  # where apex's FusedAdam has it
