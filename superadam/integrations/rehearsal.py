@@ -35,12 +35,7 @@ def words(given: Sequence[str]) -> list[str]:
 
 
 def small(config: Any, vocabulary: int) -> Any:
-    """Return a configuration of transformers with the same kind of layers, but few and narrow ones.
-
-    Args:
-        config: of a model, which is not changed.
-        vocabulary: number of its tokenizer's words.
-    """
+    """Return a model's configuration with few and narrow layers of the same kind, for a tokenizer of so many words."""
     values = config.to_dict()
     for name in ("layer_types", "rope_parameters", "rope_scaling", "quantization_config"):
         values.pop(name, None)  # they follow from sizes
