@@ -61,15 +61,15 @@ def save_fp32(
     path = Path(folder).absolute()
     part = path.with_name(f".{path.name}.part")
 
-    def begin() -> dict[str, tuple[Tensor, Any]]:
-        if ranks.rank == 0:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        return _masters(model, optimizer)
+    tensors = ranks.run(lambda: _masters(model, optimizer))
 
-    tensors = ranks.run(begin)
+    def begin() -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    ranks.on_first(begin)
     files: list[dict[str, tuple[Tensor, Any]]] = [{}]
     size = 0  # of the last file
     for name, (parameter, master) in tensors.items():

@@ -75,7 +75,7 @@ def offload(
     storage = {name: value for name, value in (("moments", moments), ("master", master)) if value is not None}
     checked_storage(**{"moments": "fp32", "master": "fp32", **storage})
     if made is not None:
-        _check_storage(made, storage)
+        _replacement(made, storage)
     _check_way_of_training(trainer)
     callback = OffloadCallback(trainer, scheduler_options, storage)
     trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
@@ -177,20 +177,15 @@ class OffloadCallback(TrainerCallback):
             scheduler.close()
 
 
-def _check_storage(optimizer: SpeculativeCPUAdam, storage: dict[str, str]) -> None:
-    for name, value in storage.items():
-        present = getattr(optimizer, name)
-        if present != value:
-            raise ValueError(
-                f"the Trainer's optimizer has {name}={present!r}, and offload() was given {name}={value!r}; "
-                "leave it out of offload()"
-            )
-
-
 def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> SpeculativeCPUAdam:
-    """Return ours with the groups of an Adam that has made no step; one that is ours stays."""
+    """Return ours with the groups of an Adam that has made no step; one that is ours stays, if it is stored so."""
     if isinstance(optimizer, SpeculativeCPUAdam):
-        _check_storage(optimizer, storage)
+        for name, value in storage.items():
+            if (present := getattr(optimizer, name)) != value:
+                raise ValueError(
+                    f"the Trainer's optimizer has {name}={present!r}, and offload() was given {name}={value!r}; "
+                    "leave it out of offload()"
+                )
         return optimizer
     if optimizer is None or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
