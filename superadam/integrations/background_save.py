@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -39,24 +38,24 @@ def start(work: Callable[[], object], context: AbstractContextManager[object]) -
     """Run this in a context, in a thread for whose end the interpreter waits; at once where no thread can start."""
     global _under_way
     result: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            with context:
-                work()
-        except BaseException as error:
-            if not threading.main_thread().is_alive():  # no call will come
-                _logger.error("%s", error)
-            result.set_exception(error)
-        else:
-            result.set_result(None)
-
-    thread = threading.Thread(target=run, name="superadam-save")
+    thread = threading.Thread(target=_run, args=(work, context, result), name="superadam-save")
     _under_way = thread, result
     try:
         thread.start()
     except RuntimeError:
-        run()
+        _run(work, context, result)
+
+
+def _run(work: Callable[[], object], context: AbstractContextManager[object], result: Future[None]) -> None:
+    try:
+        with context:
+            work()
+    except BaseException as error:
+        if not threading.main_thread().is_alive():  # no call will come
+            _logger.error("%s", error)
+        result.set_exception(error)
+    else:
+        result.set_result(None)
 
 
 def wait() -> None:
@@ -86,7 +85,7 @@ def wait() -> None:
         ) from error
 
 
-_groups: WeakKeyDictionary[Any, dist.ProcessGroup] = WeakKeyDictionary()
+_groups: dict[object, tuple[object, dist.ProcessGroup]] = {}
 
 
 def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -97,7 +96,10 @@ def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    key = group or dist.group.WORLD
+    world: Any = dist.group.WORLD
+    for known in [known for known, (of_world, _) in _groups.items() if of_world is not world]:
+        del _groups[known]  # of a job before
+    key = group or world
     if key not in _groups:
         ranks = dist.get_process_group_ranks(key)
         made = dist.new_group(
@@ -106,5 +108,5 @@ def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
             timeout=timeout_of(key),
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
-        _groups[key] = cast(dist.ProcessGroup, made)
-    return _groups[key]
+        _groups[key] = world, cast(dist.ProcessGroup, made)
+    return _groups[key][1]
