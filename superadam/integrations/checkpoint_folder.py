@@ -31,8 +31,6 @@ READABLE = (1, FORMAT)  # 1 has no run id
 LOCK_SECONDS = 30.0
 """For which a save waits for the end of another one."""
 
-MARKER = ".shared-"
-
 _LATEST, _MANIFEST = "latest", "manifest.json"
 _NAME = re.compile(r"save-(\d{8,})", re.ASCII)
 _POINTER = re.compile(r"(save-\d{8,}) ([0-9a-f]{64})\n", re.ASCII)

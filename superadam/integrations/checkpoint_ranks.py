@@ -63,9 +63,7 @@ class CheckpointRanks:
             name: str | None = None
             if self.rank == 0:
                 with suppress(OSError):  # one may load where one cannot write
-                    marker = stack.enter_context(
-                        tempfile.NamedTemporaryFile(prefix=checkpoint_folder.MARKER, dir=folder)
-                    )
+                    marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder))
                     name = os.path.basename(marker.name)
             name = self.gather(name)[0]
             found = self.gather(name is None or os.path.exists(folder / name))

@@ -27,9 +27,6 @@ from superadam.optim.arguments import parameters_of
 
 __all__ = ["load", "save_fp32"]
 
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-"""Of each group, what continues."""
-
 
 def load(
     folder: str | os.PathLike[str],
@@ -114,10 +111,10 @@ def _state_dict(
 ) -> dict[str, Any]:
     names = {id(targets[name]): name for name in checkpoint.places}
     ordered: list[tuple[str, Tensor]] = []
-    groups = []
+    groups, continued = [], ("lr", "betas", "eps", "weight_decay")
     for group in optimizer.param_groups:
         own = [(names[id(parameter)], parameter) for parameter in group["params"]]
-        kinds = [{key: checkpoint.group_of(name)[key] for key in HYPERPARAMETERS} for name, _ in own]
+        kinds = [{key: checkpoint.group_of(name)[key] for key in continued} for name, _ in own]
         if any(kind != kinds[0] for kind in kinds):
             raise CheckpointError("it has other parameter groups than the optimizer, expected those of the same model")
         first = len(ordered)
