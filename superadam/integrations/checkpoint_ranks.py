@@ -80,16 +80,10 @@ class CheckpointRanks:
 
     def restore(self, begin: Callable[[], object], go_on: Callable[[], object]) -> None:
         """Load: `begin` may refuse, and has changed nothing then; raise CheckpointError on every rank as `run` does."""
-        begun: list[bool] = []
-
-        def work() -> None:
-            begin()
-            begun.append(True)
-            go_on()
-
-        fault = self.fault(work)
+        begun: list[object] = []
+        fault = self.fault(lambda: begun.append(begin())) or self.fault(go_on)
         if fault is not None:
-            is_partial = any(self.gather(begun))
+            is_partial = any(self.gather(len(begun)))
             outcome = "a part of it was loaded: load again before training" if is_partial else self.outcome
             raise CheckpointError(f"{self.failure}: {fault}; {outcome}")
 
