@@ -15,11 +15,9 @@ from torch import distributed as dist
 from superadam.distributed.shards import counted_part, is_distributed, members_of
 
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
-
-
 _PADDING = 16
-"""Sums of copies are padded with zeros to a multiple of this many words: a rank whose parameters were just bound does
-not know of copies yet, and all ranks must send tensors of one length."""
+"""Sums are padded with zeros to a multiple of this many words: a rank whose parameters were just bound does not know
+of copies yet, and all ranks must send tensors of one length."""
 
 
 class Question(enum.IntEnum):
@@ -50,24 +48,16 @@ class _Words(NamedTuple):
     limit: float = math.inf  # of the norm; inf for none
     is_new: float = 0.0  # 1: the rank has parameters that it has not described
     nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
-    counted: float = 0.0  # sum of squares of the elements that this rank alone counts
-    copied: Any = ()  # the same of elements that have copies elsewhere: a tuple with one sum for each `_Copies`
+    sums: Any = ()  # of squares, a tuple: of elements that this rank alone counts, then one for each `_Copies`
 
 
 class Description(NamedTuple):
-    """A parameter as one rank describes it to the others.
+    """A parameter as one rank describes it to the others."""
 
-    Attributes:
-        name: by which ranks know the same parameter.
-        shape: of the whole parameter.
-        members: the ranks over which it is distributed; an ordinary one lies on one.
-        part: which elements of it this rank counts, as `shards.counted_part` says.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    members: tuple[int, ...]
-    part: str | None = None
+    name: str  # by which ranks know the same parameter
+    shape: tuple[int, ...]  # of the whole parameter
+    members: tuple[int, ...]  # the ranks over which it is distributed; an ordinary one lies on one
+    part: str | None = None  # which elements of it this rank counts, as `shards.counted_part` says
 
 
 _Copies = tuple[tuple[int, ...], ...]
@@ -87,16 +77,11 @@ class Ranks:
         self.number = 0  # of questions so far, the same on all ranks
         self.agreed = 0  # the last of these on which no rank failed
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
+        self.described: list[Description] = []  # the parameters on this rank, which others learn with the next question
         self._group, self._device_type = group, device_type
-        self._described: list[Description] = []
         self._exchanged: list[Description] = []
-        self._copies: list[_Copies] = []
-        self._bounds: dict[_Copies, float] = {}  # by which part of them sums may differ, where not 0
+        self._copies: dict[_Copies, float] = {}  # by which part of them sums may differ
         self._classes: list[int] = []
-
-    def describe(self, parameters: list[Description]) -> None:
-        """Describe the parameters on this rank to the others, with the next question."""
-        self._described = parameters
 
     def norm(
         self, question: Question, limit: float | None, nonfinite: int, sums: Callable[[Sequence[int]], Sequence[float]]
@@ -111,7 +96,7 @@ class Ranks:
         """
         limit = math.inf if limit is None else limit
         mine = self._words(question)._replace(
-            limit=limit, nonfinite=nonfinite, is_new=float(self._described != self._exchanged)
+            limit=limit, nonfinite=nonfinite, is_new=float(self.described != self._exchanged)
         )
         every = self._exchange(mine if mine.is_new else self._with_sums(mine, sums))
         self._check(every)
@@ -121,19 +106,20 @@ class Ranks:
             self._check(every)
         total, count = 0.0, int(sum(words.nonfinite for words in every))
         for words in every:
-            total += words.counted
+            total += words.sums[0]
         differing = None
-        for position, groups in enumerate(self._copies):
-            copied = [sum(every[self.members.index(rank)].copied[position] for rank in group) for group in groups]
+        for position, (groups, bound) in enumerate(self._copies.items(), 1):
+            copied = [sum(every[self.members.index(rank)].sums[position] for rank in group) for group in groups]
             total += copied[0]
-            if max(copied) != min(copied) and not max(copied) - min(copied) <= self._bounds[groups] * min(copied):
+            if max(copied) != min(copied) and not max(copied) - min(copied) <= bound * min(copied):
                 differing = groups
         total = math.sqrt(total)
         if count:
             return RanksNorm(math.nan if math.isfinite(total) else total, count)
         if differing is not None:
+            ranks = " and ".join(str([*group]) for group in differing[:3]) + " and others" * (len(differing) > 3)
             raise RuntimeError(
-                f"the copies of a parameter on ranks {_listed(differing)} have gradients that differ, expected the "
+                f"the copies of a parameter on ranks {ranks} have gradients that differ, expected the "
                 "same ones; all-reduce them before the step, as those of fully_shard's ignored_params, or, if they are "
                 "no copies, give each parameter a name of its own: pass named_parameters() to the optimizer"
             )
@@ -141,8 +127,8 @@ class Ranks:
         return RanksNorm(total, 0)
 
     def _with_sums(self, words: _Words, sums: Callable[[Sequence[int]], Sequence[float]]) -> _Words:
-        counted, *copied = [*sums(self._classes), *[0.0] * (1 + len(self._copies))][: 1 + len(self._copies)]
-        return words._replace(counted=counted, copied=tuple(copied))
+        count = 1 + len(self._copies)
+        return words._replace(sums=(*sums(self._classes), *[0.0] * count)[:count])
 
     def _exchange_descriptions(self) -> None:
         """Exchange the descriptions of all ranks, and find out what this rank counts.
@@ -151,11 +137,12 @@ class Ranks:
         """
         every: list[Any] = [None] * len(self.members)
         try:
-            dist.all_gather_object(every, self._described, group=self._group)
+            dist.all_gather_object(every, self.described, group=self._group)
         except (RuntimeError, ValueError) as error:
             raise self._no_agreement(error) from error
+        by_rank: dict[int, list[Description]] = dict(zip(self.members, every, strict=True))
         holders: dict[str, dict[Description, set[int]]] = {}
-        for rank, described in zip(self.members, every, strict=True):
+        for rank, described in by_rank.items():
             for parameter in described:
                 holders.setdefault(parameter.name, {}).setdefault(parameter._replace(part=None), set()).add(rank)
         copies: dict[str, _Copies] = {}
@@ -175,15 +162,13 @@ class Ranks:
                     )
             if len(kinds) > 1:
                 copies[name] = tuple(sorted(kind.members for kind in kinds))
-        self._copies = sorted(set(copies.values()))
-        by_rank = dict(zip(self.members, every, strict=True))
-        self._bounds = {groups: _bound(groups, copies, by_rank) for groups in self._copies}
-        classes = {name: 1 + self._copies.index(groups) for name, groups in copies.items()}
+        self._copies = {groups: _bound(groups, copies, by_rank) for groups in sorted(set(copies.values()))}
+        classes = {name: 1 + [*self._copies].index(groups) for name, groups in copies.items()}
         self._classes = [
             _REPLICA if parameter.part is None else classes.get(parameter.name, _COUNTED)
-            for parameter in self._described
+            for parameter in self.described
         ]
-        self._exchanged = self._described
+        self._exchanged = self.described
 
     def tell_failure(self, question: Question) -> None:
         """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
@@ -207,9 +192,9 @@ class Ranks:
         """Return the words of each rank, in the order of `members`."""
         if len(self.members) == 1:
             return [mine]
-        copied = mine.copied or (0.0,) * len(self._copies)
-        padding = [0.0] * (-len(copied) % _PADDING or _PADDING * (not copied))
-        sent = torch.tensor([*mine[:-1], *copied, *padding], dtype=torch.float64, device=self._device_type)
+        sums = mine.sums or (0.0,) * (1 + len(self._copies))
+        padding = [0.0] * (-len(sums) % _PADDING)
+        sent = torch.tensor([*mine[:-1], *sums, *padding], dtype=torch.float64, device=self._device_type)
         received = [torch.empty_like(sent) for _ in self.members]
         try:
             dist.all_gather(received, sent, group=self._group)
@@ -217,7 +202,7 @@ class Ranks:
             raise self._no_agreement(error) from error
         rows: list[list[float]] = torch.stack(received).tolist()
         fixed = len(mine) - 1
-        return [_Words(*words[:fixed])._replace(copied=tuple(words[fixed : fixed + len(copied)])) for words in rows]
+        return [_Words(*words[:fixed])._replace(sums=tuple(words[fixed : fixed + len(sums)])) for words in rows]
 
     def _no_agreement(self, error: Exception) -> RuntimeError:
         said = str(error).partition("\n")[0][:150]
@@ -227,10 +212,9 @@ class Ranks:
         )
 
     def _check(self, every: Sequence[_Words]) -> None:
-        calls = [words[:3] for words in every]
-        for rank, call in zip(self.members, calls, strict=True):
-            if call != calls[0]:
-                here, there = (_call_of(words) for words in (calls[0], call))
+        for rank, words in zip(self.members, every, strict=True):
+            if words[:3] != every[0][:3]:
+                here, there = _call_of(every[0]), _call_of(words)
                 raise RuntimeError(
                     f"the ranks are not at the same point: rank {self.members[0]} {here} and rank {rank} {there}, "
                     "expected each call on every rank; nothing was changed: start all of them again from a checkpoint"
@@ -277,16 +261,10 @@ def _bound(groups: _Copies, copies: Mapping[str, _Copies], by_rank: Mapping[int,
     return sum(size for name, size in sizes.items() if copies.get(name) == groups) * 2.0**-51
 
 
-def _call_of(words: tuple[float, ...]) -> str:
-    magic, question, number = words
-    if magic != _MAGIC or question not in (0.0, 1.0):
+def _call_of(words: _Words) -> str:
+    if words.magic != _MAGIC or words.question not in (0.0, 1.0):
         return "sent something else"
-    return f"is in call {number:.0f} ({_CALLS[int(question)]})"
-
-
-def _listed(groups: Sequence[Sequence[int]]) -> str:
-    """Return groups of ranks for a message."""
-    return " and ".join(str([*group]) for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
+    return f"is in call {words.number:.0f} ({_CALLS[int(words.question)]})"
 
 
 def ranks_of(
@@ -330,7 +308,7 @@ def ranks_of(
         device = first.device_mesh.device_type if is_distributed(first) else first.device.type
         ranks = Ranks(members, device, group)
     here = (dist.get_rank(),)
-    described = [
+    ranks.described = [
         Description(
             name,
             tuple(parameter.shape),
@@ -339,5 +317,4 @@ def ranks_of(
         )
         for parameter, name in zip(parameters, names, strict=True)
     ]
-    ranks.describe(described)
     return ranks

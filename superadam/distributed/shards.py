@@ -85,8 +85,7 @@ def first_position(tensor: Any) -> int:
 
 def members_of(tensor: Any) -> list[int]:
     """Return the ranks that a DTensor is distributed over, sorted."""
-    members: list[int] = sorted(tensor.device_mesh.mesh.flatten().tolist())
-    return members
+    return sorted(tensor.device_mesh.mesh.flatten().tolist())
 
 
 def counted_part(tensor: Any) -> str | None:

@@ -176,14 +176,11 @@ def _limits(host: Host) -> dict[str, tuple[int, int]]:
 
 def _limit_of(host: Host, group: Group) -> tuple[int, int] | None:
     """Return a group's limit and what it leaves, file caches included; None without a limit."""
-    if group.version == 2:
-        names, prefix = ("memory.max", "memory.current"), ""
-    else:
-        names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
-    limit = host.read_or(f"{group.directory}/{names[0]}", "max")
+    most, now, prefix = ("max", "current", "") if group.version == 2 else ("limit_in_bytes", "usage_in_bytes", "total_")
+    limit = host.read_or(f"{group.directory}/memory.{most}", "max")
     if not limit.isdecimal() or int(limit) > UNLIMITED:
         return None
-    used = int(host.read_or(f"{group.directory}/{names[1]}", "0"))
+    used = int(host.read_or(f"{group.directory}/memory.{now}", "0"))
     counts = dict(line.split() for line in host.read_or(f"{group.directory}/memory.stat", "").splitlines())
     caches = sum(int(counts.get(f"{prefix}{kind}", "0")) for kind in ("inactive_file", "active_file"))
     return int(limit), int(limit) - used + caches

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -33,21 +34,22 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def start(work: Callable[[], object]) -> None:
-    """Run this in a thread, for whose end the interpreter waits; at once where no thread can start."""
+def start(work: Callable[[], object], context: AbstractContextManager[object]) -> None:
+    """Run this in a context, in a thread for whose end the interpreter waits; at once where no thread can start."""
     global _under_way
     result: Future[None] = Future()
-    thread = threading.Thread(target=_run, args=(work, result), name="superadam-save")
+    thread = threading.Thread(target=_run, args=(work, context, result), name="superadam-save")
     _under_way = thread, result
     try:
         thread.start()
     except RuntimeError:
-        _run(work, result)
+        _run(work, context, result)
 
 
-def _run(work: Callable[[], object], result: Future[None]) -> None:
+def _run(work: Callable[[], object], context: AbstractContextManager[object], result: Future[None]) -> None:
     try:
-        work()
+        with context:
+            work()
     except BaseException as error:
         if not threading.main_thread().is_alive():  # no call will come
             _logger.error("%s", error)

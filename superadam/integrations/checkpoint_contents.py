@@ -42,8 +42,8 @@ def contents_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
 
 def template_of(
     reader: FileSystemReader, model: nn.Module, optimizer: Optimizer, values: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Return host tensors for all in a checkpoint, sharded as the parameters are now.
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return host tensors for all in a checkpoint, sharded as the parameters are now, and its parameter groups.
 
     The file decides what state there is: a parameter without gradients has none, and torch's AdamW has no masters.
     Raises CheckpointError where it is of another model or other parameter groups.
@@ -51,7 +51,8 @@ def template_of(
     groups = _named_state(model, optimizer)["param_groups"]
     if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in values["param_groups"]]:
         raise CheckpointError("it has other parameter groups than the optimizer, expected one of the same model")
-    parameters = _named_parameters(optimizer, {"param_groups": groups})
+    names = (name for group in groups for name in group["params"])
+    parameters = dict(zip(names, parameters_of(optimizer), strict=True))
     state: dict[str, Any] = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
     expected = {
         name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else "present"
@@ -72,43 +73,25 @@ def template_of(
         if like.shape != shape:  # as that of step
             like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
-    return template
+    pairs = zip(groups, values["param_groups"], strict=True)
+    return template, [{**now, **saved, "params": now["params"]} for now, saved in pairs]
 
 
-def split(
-    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what was read as the state dicts of optimizer and model; for torch's Adam without masters.
+def split(optimizer: Optimizer, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what was read as the state of optimizer and model by names; for torch's Adam without masters.
 
     torch's own way would make a step with zero gradients, and drop the state of frozen parameters.
     """
     state: dict[str, dict[str, Any]] = {}
     model_state: dict[str, Any] = {}
-    for name, value in (tensors | values["others"]).items():
+    for name, value in content.items():
         kind, _, name = name.partition(".")
         parameter, _, key = name.rpartition(".")
         if kind == "model":
             model_state[name] = value
         elif key != "master" or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             state.setdefault(parameter, {})[key] = value
-    present = _named_state(model, optimizer)["param_groups"]
-    pairs = zip(present, values["param_groups"], strict=True)
-    groups = [{**now, **saved, "params": now["params"]} for now, saved in pairs]
-    return {"state": state, "param_groups": groups}, model_state
-
-
-def masters_of(tensors: dict[str, Tensor | Encoded], values: dict[str, Any], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters that are working copies, by the names of their masters in a checkpoint."""
-    if not isinstance(optimizer, SpeculativeCPUAdam):
-        return {}
-    named = _named_parameters(optimizer, values).items()
-    return {master: parameter for name, parameter in named if (master := f"optimizer.{name}.master") in tensors}
-
-
-def _named_parameters(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the optimizer's parameters by the names that `param_groups` of what is saved give them."""
-    names = (name for group in values["param_groups"] for name in group["params"])
-    return dict(zip(names, parameters_of(optimizer), strict=True))
+    return state, model_state
 
 
 def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -116,11 +99,7 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
     torch would make a step with zero gradients to create state where there is none; an empty entry prevents that.
     """
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
+    reshard(model)
     if not {*parameters_of(optimizer)} <= {*model.parameters()}:
         raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
     state, first = optimizer.state, next(iter(parameters_of(optimizer)), None)
@@ -136,6 +115,15 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         if is_new:
             del state[first]
     return {**named, "state": {name: entry for name, entry in named["state"].items() if entry}}
+
+
+def reshard(model: nn.Module) -> None:
+    """Give a model the parameters of its optimizer; after an evaluation, FSDP2 may have left whole ones there."""
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def bytes_of_values(values: dict[str, Any]) -> bytes:

@@ -31,8 +31,6 @@ READABLE = (1, FORMAT)  # 1 has no run id
 LOCK_SECONDS = 30.0
 """For which a save waits for the end of another one."""
 
-MARKER = ".shared-"
-
 _LATEST, _MANIFEST = "latest", "manifest.json"
 _NAME = re.compile(r"save-(\d{8,})", re.ASCII)
 _POINTER = re.compile(r"(save-\d{8,}) ([0-9a-f]{64})\n", re.ASCII)
@@ -76,19 +74,19 @@ def look(folder: Path) -> CheckpointFolder:
     return CheckpointFolder(newest, pointer and pointer[2], others, text)
 
 
-def locate(path: Path) -> tuple[Path, CheckpointFolder, bool]:
-    """Return a folder, what it holds, and True; for an older checkpoint in it the same with that as newest, and False.
+def locate(path: Path) -> tuple[CheckpointFolder, bool]:
+    """Return what a folder holds, and True; for an older checkpoint in it the same with that as newest, and False.
 
-    The folder of a checkpoint is that which holds it. Raises OSError.
+    Raises OSError.
     """
     is_checkpoint = (path / _MANIFEST).exists() or _NAME.fullmatch(path.name)
     if not is_checkpoint or (path / _LATEST).exists():
-        return path, look(path), True
+        return look(path), True
     there = look(path.parent)
     if path == there.newest:
-        return path.parent, there, True
+        return there, True
     others = [other for other in (there.newest, *there.others) if other not in (path, path.parent / _LATEST)]
-    return path.parent, CheckpointFolder(path, None, others, there.state), False
+    return CheckpointFolder(path, None, others, there.state), False
 
 
 def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Path:
@@ -126,7 +124,7 @@ def publish(part: Path, files: Files, world_size: int, keep: int, states: set[st
     _require_files(part, files)
     folder, path = part.parent, published(part)
     there = look(folder)
-    run = next(filter(None, map(_run_of, (there.newest, *there.others))), None) or secrets.token_hex(16)
+    run = next(filter(None, map(_run_of, (there.newest, *there.others))), secrets.token_hex(16))
     manifest = _sealed({"format": FORMAT, "run": run, "world_size": world_size, "files": files})
     replace_file(part / _MANIFEST, lambda file: file.write(manifest))
     pointer = _pointer_to(path, hashlib.sha256(manifest).hexdigest())

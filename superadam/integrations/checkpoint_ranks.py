@@ -23,14 +23,13 @@ class CheckpointRanks:
 
     def __init__(self, group: dist.ProcessGroup | None, failure: str, advice: str, outcome: str) -> None:
         self.group, self.failure, self.advice, self.outcome = group, failure, advice, outcome
-        self.are_several = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if self.are_several else 0
-        self.size = dist.get_world_size(group) if self.are_several else 1
+        are_several = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if are_several else (0, 1)
 
     def gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in their order."""
         values = [value] * self.size
-        if self.are_several:
+        if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -64,9 +63,7 @@ class CheckpointRanks:
             name: str | None = None
             if self.rank == 0:
                 with suppress(OSError):  # one may load where one cannot write
-                    marker = stack.enter_context(
-                        tempfile.NamedTemporaryFile(prefix=checkpoint_folder.MARKER, dir=folder)
-                    )
+                    marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder))
                     name = os.path.basename(marker.name)
             name = self.gather(name)[0]
             found = self.gather(name is None or os.path.exists(folder / name))
@@ -83,16 +80,10 @@ class CheckpointRanks:
 
     def restore(self, begin: Callable[[], object], go_on: Callable[[], object]) -> None:
         """Load: `begin` may refuse, and has changed nothing then; raise CheckpointError on every rank as `run` does."""
-        begun: list[bool] = []
-
-        def work() -> None:
-            begin()
-            begun.append(True)
-            go_on()
-
-        fault = self.fault(work)
+        begun: list[object] = []
+        fault = self.fault(lambda: begun.append(begin())) or self.fault(go_on)
         if fault is not None:
-            is_partial = any(self.gather(begun))
+            is_partial = any(self.gather(len(begun)))
             outcome = "a part of it was loaded: load again before training" if is_partial else self.outcome
             raise CheckpointError(f"{self.failure}: {fault}; {outcome}")
 

@@ -19,15 +19,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from superadam.devices.flat import aligned
 from superadam.distributed import shards
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.kernels.copies import copy_beside, is_plain
 from superadam.kernels.memory import has_memory
 from superadam.kernels.torch_private import storage_key
 from superadam.optim.entry import Encoded
-
-_ALIGNMENT = 64  # bytes
-
 
 Value = Tensor | Encoded
 """This rank's part of a tensor, or what it is decoded from."""
@@ -57,16 +55,17 @@ def rest() -> None:
 class Copies:
     """What a save copies: tensors that share memory once, and working copies as their masters, in the masters' dtype.
 
-    Raises CheckpointError where a tensor has no memory.
-
-    Args:
-        tensors: all of the checkpoint, as users see them.
-        masters: the parameter of each name in `tensors` that is a master's.
-        names: of those that this rank writes.
+    Of all tensors of a checkpoint, as users see them, it is given the `names` of those that this rank writes, and
+    whether what is called master in the state is that of a working copy. Raises CheckpointError where a tensor has no
+    memory.
     """
 
-    def __init__(self, tensors: Mapping[str, Value], masters: Mapping[str, Tensor], names: Collection[str]) -> None:
-        of_working_copy = {_place(shards.local_of(parameter)): tensors[name] for name, parameter in masters.items()}
+    def __init__(self, tensors: Mapping[str, Value], names: Collection[str], has_masters: bool) -> None:
+        of_working_copy = {}
+        for name, parameter in tensors.items() if has_masters else ():
+            kind, _, name = name.partition(".")
+            if kind == "model" and (master := tensors.get(f"optimizer.{name}.master")) is not None:
+                of_working_copy[_place(shards.local_of(parameter))] = master
         self._values: dict[str, Value] = {}
         self._arrays: dict[object, Tensor] = {}  # the plain tensors in memory that values consist of
         for name in names:
@@ -79,7 +78,7 @@ class Copies:
             for array in value.arrays if isinstance(value, Encoded) else [value]:
                 if is_plain(array) and array.numel():
                     self._arrays[_place(array)] = array.detach()
-        self.size = sum(map(_aligned_bytes, self._arrays.values()))
+        self.size = sum(aligned(array.nbytes) for array in self._arrays.values())
 
     def make(self) -> dict[str, Value]:
         """Return the copies, on the CPU; raises MemoryError or RuntimeError where there is no memory."""
@@ -89,7 +88,7 @@ class Copies:
             like = torch.empty_like(array, device="meta")
             whole = torch.frombuffer(block, dtype=torch.uint8, count=like.nbytes, offset=begin)  # a storage of its own
             copies[place] = whole.view(like.dtype).as_strided(like.shape, like.stride())
-            begin += _aligned_bytes(array)
+            begin += aligned(array.nbytes)
         copy_beside([*copies.values()], [*self._arrays.values()])
 
         def copy_of(array: Tensor) -> Tensor:
@@ -117,10 +116,6 @@ def _require_memory(name: str, tensor: Tensor) -> None:
 def _place(plain: Tensor) -> object:
     storage = storage_key(plain.untyped_storage()), int(plain.storage_offset())
     return *storage, plain.dtype, plain.shape, plain.stride()
-
-
-def _aligned_bytes(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 class Planner(DefaultSavePlanner):

@@ -16,18 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from superadam.distributed import shards
+from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
-from superadam.integrations.fp32_weights import WRAPPERS, reshard, save_fp32
+from superadam.integrations.fp32_weights import WRAPPERS, save_fp32
 from superadam.integrations.zero_checkpoint import ZeroCheckpoint
 from superadam.kernels.torch_private import dtensor_like
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
 
 __all__ = ["load", "save_fp32"]
-
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-"""Of each group, what continues."""
 
 
 def load(
@@ -113,10 +111,10 @@ def _state_dict(
 ) -> dict[str, Any]:
     names = {id(targets[name]): name for name in checkpoint.places}
     ordered: list[tuple[str, Tensor]] = []
-    groups = []
+    groups, continued = [], ("lr", "betas", "eps", "weight_decay")
     for group in optimizer.param_groups:
         own = [(names[id(parameter)], parameter) for parameter in group["params"]]
-        kinds = [{key: checkpoint.group_of(name)[key] for key in HYPERPARAMETERS} for name, _ in own]
+        kinds = [{key: checkpoint.group_of(name)[key] for key in continued} for name, _ in own]
         if any(kind != kinds[0] for kind in kinds):
             raise CheckpointError("it has other parameter groups than the optimizer, expected those of the same model")
         first = len(ordered)

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
@@ -70,14 +70,14 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     )
     with ExitStack() as stack:
 
-        def look() -> tuple[Path, checkpoint_folder.CheckpointFolder, Path]:
+        def look() -> tuple[checkpoint_folder.CheckpointFolder, Path]:
             path = Path(folder).absolute()
             there = checkpoint_folder.look(path)
             is_marked = ranks.size > 1 and there.state is None
-            return path, there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
+            return there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
 
-        path, there, marker = ranks.on_first(look)
-        _last_seen[path.resolve()] = there.state
+        there, marker = ranks.on_first(look)
+        _last_seen[there.newest.parent.resolve()] = there.state
         if ranks.require_shared(marker) is None and there.state is not None:
             _verify(ranks, there)  # tells what is lost
     return None if there.state is None else there.newest
@@ -134,7 +134,9 @@ def save(
         if wait:
             return checkpoint.finish()
         checkpoint.copy()
-        return checkpoint.finish_beside()
+        with deferred_signals():  # Ctrl-C leaves no unfinished checkpoint behind
+            background_save.start(checkpoint.finish, stack.pop_all())
+        return checkpoint_folder.published(checkpoint.part)
 
 
 @untracked
@@ -161,16 +163,15 @@ def load(
     """
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
-    parent, there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
+    there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
     path = there.newest
     ranks.require_shared(path)
     _verify(ranks, there)
 
-    def prepare() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        values = checkpoint_contents.read_values(path / checkpoint_contents.VALUES)
-        return checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values), values
-
-    tensors, values = ranks.run(prepare)
+    values = ranks.run(lambda: checkpoint_contents.read_values(path / checkpoint_contents.VALUES))
+    tensors, groups = ranks.run(
+        lambda: checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values)
+    )
 
     def read() -> None:
         with warnings.catch_warnings():
@@ -178,12 +179,15 @@ def load(
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=process_group)
 
     ranks.run(read)
-    state, model_state = checkpoint_contents.split(model, optimizer, tensors, values)
-    ranks.restore(lambda: optimizer.load_state_dict(state), lambda: set_model_state_dict(model, model_state))
+    state, model_state = checkpoint_contents.split(optimizer, tensors | values["others"])
+    ranks.restore(
+        lambda: optimizer.load_state_dict({"state": state, "param_groups": groups}),
+        lambda: set_model_state_dict(model, model_state),
+    )
     if is_newest:
-        _last_seen[parent.resolve()] = there.state
+        _last_seen[path.parent.resolve()] = there.state
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
-    _descent.setdefault(optimizer, set()).add(_last_seen.get(parent.resolve(), there.state))
+    _descent.setdefault(optimizer, set()).add(_last_seen.get(path.parent.resolve(), there.state))
     return values["extra"]
 
 
@@ -222,14 +226,13 @@ class _NewCheckpoint:
                     self.optimizer._adopt_sampled_writes()
                 self._steps_made = self.steps()
                 self._tensors, values = checkpoint_contents.contents_of(model, self.optimizer)
-                self._masters = checkpoint_contents.masters_of(self._tensors, values, self.optimizer)
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
 
         self.ranks.run(read)
         self._states = _descent.setdefault(self.optimizer, set())
-        self._part = self.ranks.on_first(lambda: checkpoint_folder.begin(folder, self.stack, self._states))
-        self.ranks.require_shared(self._part)
+        self.part = self.ranks.on_first(lambda: checkpoint_folder.begin(folder, self.stack, self._states))
+        self.ranks.require_shared(self.part)
 
     def plan(self) -> None:
         """Agree on what each rank writes.
@@ -239,7 +242,7 @@ class _NewCheckpoint:
         """
         is_first = self.ranks.rank == 0
         planner = self._planner = checkpoint_tensors.Planner()
-        writer = self._writer = FileSystemWriter(self._part, overwrite=False, sync_files=False)
+        writer = self._writer = FileSystemWriter(self.part, overwrite=False, sync_files=False)
         if self.is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
             writer.per_thread_copy_ahead = 0  # the planner makes tensors one after the other
 
@@ -259,7 +262,8 @@ class _NewCheckpoint:
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
         names = {item.index.fqn for item in self._plan.items}
-        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, self._masters, names))
+        has_masters = isinstance(self.optimizer, SpeculativeCPUAdam)
+        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, has_masters))
         own = Claim.of(Host(), copies.size)
         claims = self.ranks.gather(own)
 
@@ -280,7 +284,7 @@ class _NewCheckpoint:
                 self._require_no_step()
 
         self.ranks.run(copy)
-        del self._tensors, self._masters, self.optimizer, self.steps  # nothing of training is kept
+        del self._tensors, self.optimizer, self.steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""
@@ -290,18 +294,6 @@ class _NewCheckpoint:
         _last_seen[path.parent.resolve()] = state
         return path
 
-    def finish_beside(self) -> Path:
-        """Let a thread finish; return the folder that the checkpoint will have."""
-        with deferred_signals():  # Ctrl-C leaves no unfinished checkpoint behind
-            rest = self.stack.pop_all()
-
-            def work() -> None:
-                with rest:
-                    self.finish()
-
-            background_save.start(work)
-        return checkpoint_folder.published(self._part)
-
     def _write(self) -> tuple[list[WriteResult], checkpoint_folder.Files]:
         """Write this rank's files; return what DCP says of them, and their digests."""
         written = self._writer.write_data(self._plan, self._planner)
@@ -309,18 +301,18 @@ class _NewCheckpoint:
         checkpoint_tensors.require_whole(self._plan, written.value())
         if not self.is_copied:
             self._require_no_step()
-        own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self.ranks.rank}_")]
+        own = [self.part / name for name in os.listdir(self.part) if name.startswith(f"__{self.ranks.rank}_")]
         return written.value(), _digests(own)
 
     def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str]:
         """Publish what all ranks have written; return the checkpoint's folder and its parent's state."""
         self._writer.finish(self._metadata, [results for results, _ in every])
-        values = self._part / checkpoint_contents.VALUES
+        values = self.part / checkpoint_contents.VALUES
         values.write_bytes(self._values)
-        files = _digests([values, self._part / ".metadata"])
+        files = _digests([values, self.part / ".metadata"])
         for _, share in every:
             files.update(share)
-        return checkpoint_folder.publish(self._part, files, self.ranks.size, self.keep, self._states)
+        return checkpoint_folder.publish(self.part, files, self.ranks.size, self.keep, self._states)
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
@@ -345,8 +337,5 @@ def _counted_steps(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
         yield lambda: optimizer.statistics.steps
         return
     begun: list[None] = []
-    hook = optimizer.register_step_pre_hook(lambda *_: begun.append(None))
-    try:
+    with optimizer.register_step_pre_hook(lambda *_: begun.append(None)):
         yield lambda: len(begun)
-    finally:
-        hook.remove()

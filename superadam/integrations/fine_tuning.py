@@ -101,8 +101,7 @@ class _Parser(TrlParser):
 def attempt(call: Callable[[], _Result], subject: str, remedy: str) -> _Result:
     """Return what a call of transformers, TRL or datasets returns; what it raises becomes one sentence.
 
-    Raises:
-        RefusedError: from that error, whose first line it repeats; not where memory ran out, or ranks were lost.
+    Raises RefusedError from that error, whose first line it repeats; not where memory ran out, or ranks were lost.
     """
     try:
         return call()
@@ -114,16 +113,10 @@ def attempt(call: Callable[[], _Result], subject: str, remedy: str) -> _Result:
 
 
 def parse(classes: Iterable[Any], words: Sequence[str], **defaults: Any) -> tuple[list[Any], dict[str, str]]:
-    """Return one object of each dataclass, and the options that were given, as words by name.
+    """Return one object of each dataclass, as `trl.TrlParser` does, and the options that were given, as words by name.
 
-    Args:
-        classes: as for `trl.TrlParser`.
-        words: of the command line; `--config FILE` stands for those of a YAML file, which come first.
-        defaults: that differ from those of the classes.
-
-    Raises:
-        RefusedError: an option does not exist, its value does not fit, or the file cannot be read.
-        torch.distributed.DistError: the ranks that a launcher has started could not meet.
+    `--config FILE` stands for the words of a YAML file, which come first. Raises RefusedError where an option does not
+    exist, its value does not fit, or the file cannot be read, and DistError where the ranks could not meet.
     """
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if "--config" in words:
@@ -173,13 +166,8 @@ def _words_of_file(path: Path) -> list[str]:
 def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, superadam: bool) -> None:
     """Refuse options that would be parsed and not obeyed, that are deprecated, or whose number makes no sense.
 
-    Args:
-        configurations: what `parse` returned.
-        given: what it returned as well.
-        superadam: whether superadam's optimizer is to train, and not torch's.
-
-    Raises:
-        RefusedError: one was given.
+    `parse` returned the configurations and what was given; `superadam` says that its optimizer trains, and not torch's.
+    Raises RefusedError.
     """
     for name, value in given.items():
         if new := DEPRECATED.get(name) or DEPRECATED.get(f"{name} {value}"):
@@ -202,14 +190,7 @@ def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, su
 
 
 def check_schedule(training: Any) -> None:
-    """Check that the schedule of learning rates can be made.
-
-    Args:
-        training: TRL's `SFTConfig`.
-
-    Raises:
-        RefusedError: it cannot, as where it needs arguments of its own.
-    """
+    """Check that the schedule of TRL's `SFTConfig` can be made; raises RefusedError, as where it lacks arguments."""
     like = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=training.learning_rate)
     arguments = {"num_warmup_steps": 0, "num_training_steps": 1}
     attempt(
@@ -224,13 +205,8 @@ def check_schedule(training: Any) -> None:
 def check_ranks(training: Any, *, superadam: bool, rehearses: bool) -> None:
     """Check that several ranks train with FSDP2, and that Accelerate would shard the model where they are.
 
-    Args:
-        training: TRL's `SFTConfig`.
-        superadam: whether superadam's optimizer is to train; torch's may without FSDP2.
-        rehearses: whether `superadam.integrations.rehearsal.shard_on_cpus` will be called.
-
-    Raises:
-        RefusedError: they would not.
+    `training` is TRL's `SFTConfig`. torch's optimizer may do without FSDP2; `rehearses` says that
+    `superadam.integrations.rehearsal.shard_on_cpus` will be called. Raises RefusedError.
     """
     if training.world_size == 1 or not superadam:
         return
@@ -246,11 +222,7 @@ def check_ranks(training: Any, *, superadam: bool, rehearses: bool) -> None:
 def check_lines(path: str | Path, text: str = "text") -> dict[str, Any] | None:
     """Check that each line of a file is an object with `messages`, `prompt` and `completion`, or text in the column.
 
-    Returns:
-        The first one that is a conversation, if any.
-
-    Raises:
-        RefusedError: a line is none of these, or there are no lines; it names the line.
+    Returns the first one that is a conversation, if any. Raises RefusedError, which names the line; also without lines.
     """
     number, first, found = 0, None, 0
     try:
@@ -296,13 +268,7 @@ def _conversation(example: Mapping[str, Any]) -> list[Any]:
 def check_template(tokenizer: Any, example: Mapping[str, Any] | None, training: Any) -> None:
     """Check that a tokenizer's chat template can say a conversation, and tells an assistant's words where it must.
 
-    Args:
-        tokenizer: of the model.
-        example: that is to be said, of text or None where none is a conversation.
-        training: TRL's `SFTConfig`.
-
-    Raises:
-        RefusedError: there is no template, or it cannot.
+    `example` is of text or None where none is a conversation; `training` is TRL's `SFTConfig`. Raises RefusedError.
     """
     path = training.chat_template_path
     if path is not None and not os.path.exists(path) and path.endswith((".jinja", ".j2")):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from superadam.distributed import shards
+from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import WRAPPER_NAMES, dtensor_like
@@ -27,13 +27,6 @@ FILE_BYTES = 5_000_000_000
 """Of one file of safetensors, as transformers writes them."""
 
 WRAPPERS = re.compile("|".join(re.escape(f"{name}.") for name in WRAPPER_NAMES))
-
-
-def reshard(model: nn.Module) -> None:
-    """Give a model the parameters of its optimizer; after an evaluation, FSDP2 may have left whole ones there."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def save_fp32(
@@ -68,15 +61,15 @@ def save_fp32(
     path = Path(folder).absolute()
     part = path.with_name(f".{path.name}.part")
 
-    def begin() -> dict[str, tuple[Tensor, Any]]:
-        if ranks.rank == 0:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        return _masters(model, optimizer)
+    tensors = ranks.run(lambda: _masters(model, optimizer))
 
-    tensors = ranks.run(begin)
+    def begin() -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    ranks.on_first(begin)
     files: list[dict[str, tuple[Tensor, Any]]] = [{}]
     size = 0  # of the last file
     for name, (parameter, master) in tensors.items():
@@ -90,23 +83,21 @@ def save_fp32(
         for number, content in enumerate(files, 1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
             places |= dict.fromkeys(content, name)
-            whole = {name: _whole(*each) for name, each in content.items()}
-            if ranks.rank:
-                whole.clear()
-            file = part / name
-            ranks.run(functools.partial(save_file, whole, file, {"format": "pt"}) if whole else file.exists)
+            # All ranks take part in each tensor, and the first one keeps it.
+            whole = {key: tensor for key, each in content.items() for tensor in [_whole(*each)] if ranks.rank == 0}
+            ranks.on_first(functools.partial(save_file, whole, part / name, {"format": "pt"}))
+            whole.clear()  # before there is another one
 
         def publish() -> None:
-            if ranks.rank == 0:
-                if len(files) > 1:
-                    index = {"metadata": {}, "weight_map": places}
-                    (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-                for kind in ("config", "generation_config"):
-                    if hasattr(getattr(model, kind, None), "save_pretrained"):
-                        getattr(model, kind).save_pretrained(part)
-                part.replace(path)
+            if len(files) > 1:
+                index = {"metadata": {}, "weight_map": places}
+                (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            for kind in ("config", "generation_config"):
+                if hasattr(getattr(model, kind, None), "save_pretrained"):
+                    getattr(model, kind).save_pretrained(part)
+            part.replace(path)
 
-        ranks.run(publish)
+        ranks.on_first(publish)
     finally:
         if ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)

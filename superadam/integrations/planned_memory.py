@@ -31,17 +31,10 @@ def setting_of(training: Any, moments: str, master: str) -> Setting:
 
 
 def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, host: Host | None = None) -> None:
-    """Check that training a model fits on this rank's GPU and its share of the host. Nothing is loaded; takes seconds.
+    """Check that training all parameters in bf16 fits on this rank's GPU and its share of the host; takes seconds.
 
-    Args:
-        config: of the model, of which all parameters are trained in bf16.
-        setting: how; `ranks` is the number of all.
-        gpu_bytes: memory of the GPU.
-        host: for tests.
-
-    Raises:
-        MemoryError: it does not; the message names the stage, and each smallest change with which it does. A model
-            whose memory cannot be found out, and a host that does not tell its memory, are not refused.
+    Raises MemoryError, which names the stage, and each smallest change with which it fits. A model whose memory cannot
+    be found out, and a host that does not tell its memory, are not refused.
     """
     host = host or Host()
     try:

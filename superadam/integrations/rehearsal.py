@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-STEPS = 4
-
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -30,17 +28,12 @@ def words(given: Sequence[str]) -> list[str]:
     after = [given[number].partition("=")[2] or (*given[number + 1 :], "true")[0] for number in at]
     if not any(word.lower() not in ("false", "no", "0") for word in after):
         return list(given)
-    usual = {"use_cpu": "true", "max_steps": STEPS, "max_length": SIZES["max_position_embeddings"], "logging_steps": 1}
+    usual = {"use_cpu": "true", "max_steps": 4, "max_length": SIZES["max_position_embeddings"], "logging_steps": 1}
     return [*(word for name, value in usual.items() for word in (f"--{name}", str(value))), *given]
 
 
 def small(config: Any, vocabulary: int) -> Any:
-    """Return a configuration of transformers with the same kind of layers, but few and narrow ones.
-
-    Args:
-        config: of a model, which is not changed.
-        vocabulary: number of its tokenizer's words.
-    """
+    """Return a model's configuration with few and narrow layers of the same kind, for a tokenizer of so many words."""
     values = config.to_dict()
     for name in ("layer_types", "rope_parameters", "rope_scaling", "quantization_config"):
         values.pop(name, None)  # they follow from sizes

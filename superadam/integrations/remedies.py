@@ -31,30 +31,24 @@ def remedies(subject: Subject, setting: Setting, machine: Machine, found: Activa
         memory = memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed))
         return Remedy(words, changed, memory) if memory.trains else None
 
-    def single(base: Setting) -> list[list[tuple[Setting, str]]]:
-        kinds: list[list[tuple[Setting, str]]] = []
-        if base.loss == "full":
-            kinds.append([(replace(base, loss="chunked"), "--loss chunked")])
-        if not base.checkpointing:
-            kinds.append([(replace(base, checkpointing=True), "--checkpointing")])
-        if (base.moments, base.master) == ("fp32", "fp32"):
-            pairs = [(replace(base, moments=a, master=b), f"--moments {a} --master {b}") for a, b in SMALLER]
-            kinds.append(pairs)
+    def each(base: Setting, before: str = "") -> list[Remedy]:
+        is_plain = (base.moments, base.master) == ("fp32", "fp32")
         fewer = [base.sequences >> shift for shift in range(1, base.sequences.bit_length())]
-        kinds.append([(replace(base, sequences=count), f"--batch {count}") for count in fewer])
         more = [base.ranks << shift for shift in range(1, 5)]
-        kinds.append([(replace(base, ranks=count), f"--ranks {count}") for count in more])
-        if not base.flows:
-            kinds.append([(replace(base, flows=True), "--flow")])
-        return kinds
+        kinds = [
+            [(replace(base, loss="chunked"), "--loss chunked")],
+            [(replace(base, checkpointing=True), "--checkpointing")],
+            [(replace(base, moments=a, master=b), f"--moments {a} --master {b}") for a, b in SMALLER if is_plain],
+            [(replace(base, sequences=count), f"--batch {count}") for count in fewer],
+            [(replace(base, ranks=count), f"--ranks {count}") for count in more],
+            [(replace(base, flows=True), "--flow")],
+        ]
+        tries = [(tried(changed, before + words) for changed, words in kind if changed != base) for kind in kinds]
+        return [fit for kind in tries if (fit := next(filter(None, kind), None)) is not None]
 
-    def first_of(kinds: list[list[tuple[Setting, str]]], before: str = "") -> list[Remedy]:
-        each = (next(filter(None, (tried(changed, before + words) for changed, words in kind)), None) for kind in kinds)
-        return [remedy for remedy in each if remedy is not None]
-
-    if fits := first_of(single(setting)):
+    if fits := each(setting):
         return fits
     small = replace(setting, loss="chunked", checkpointing=True, moments="bf16", master="24bit")
     words = "--loss chunked --checkpointing --moments bf16 --master 24bit"
     alone = tried(small, words)
-    return [alone] if alone else first_of(single(small), words + " ")
+    return [alone] if alone else each(small, words + " ")

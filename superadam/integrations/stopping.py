@@ -39,10 +39,9 @@ class SavesOnSignal(TrainerCallback):
         self._is_asked = False
         self._group: dist.ProcessGroup | None = None
         self._answer: tuple[torch.Tensor, Any] | None = None
-        self._before: Any = signal.SIG_DFL
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGTERM, self._ask)
+        self._before: Any = signal.signal(signal.SIGTERM, self._ask)
         self._trainer.add_callback(self)
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")

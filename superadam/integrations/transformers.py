@@ -75,13 +75,12 @@ def offload(
     storage = {name: value for name, value in (("moments", moments), ("master", master)) if value is not None}
     checked_storage(**{"moments": "fp32", "master": "fp32", **storage})
     if made is not None:
-        _check_storage(made, storage)
+        _replacement(made, storage)
     _check_way_of_training(trainer)
     callback = OffloadCallback(trainer, scheduler_options, storage)
     trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
     trainer.train = callback._train_and_close  # type: ignore[method-assign]
     trainer.create_optimizer = callback._create_and_replace  # type: ignore[method-assign]
-    trainer.create_scheduler = callback._create_and_map  # type: ignore[method-assign]
     return callback
 
 
@@ -118,7 +117,6 @@ class OffloadCallback(TrainerCallback):
         self._trainer = trainer
         # Bound methods, no closures: a copy or pickle of the Trainer has its own.
         self._train, self._create = trainer.train, trainer.create_optimizer
-        self._create_scheduler = trainer.create_scheduler
         self._is_training = False
         self._options = scheduler_options
         self._storage = storage
@@ -139,19 +137,15 @@ class OffloadCallback(TrainerCallback):
             self.close()
 
     def _create_and_replace(self, *arguments: Any, **named: Any) -> Optimizer:
+        """Replace the Trainer's optimizer; until training begins, `torch.load` maps files, copied tensor by tensor."""
         trainer = self._trainer
         if trainer.optimizer is None:
             self._create(*arguments, **named)
             made, trainer.optimizer = trainer.optimizer, None
             trainer.optimizer = _replacement(made, self._storage)
-        return trainer.optimizer
-
-    def _create_and_map(self, *arguments: Any, **named: Any) -> Any:
-        """Let `torch.load` map files until training begins: `optimizer.pt` is copied tensor by tensor."""
-        made = self._create_scheduler(*arguments, **named)
-        if self._is_training and not self._trainer.is_fsdp_enabled:  # it loads `optimizer.pt` next; of shards, buffers
+        if self._is_training and not trainer.is_fsdp_enabled:  # it loads `optimizer.pt` next; of shards, buffers
             self._mapping.enter_context(serialization.patch("load.mmap", True))  # type: ignore[attr-defined]
-        return made
+        return trainer.optimizer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -183,20 +177,15 @@ class OffloadCallback(TrainerCallback):
             scheduler.close()
 
 
-def _check_storage(optimizer: SpeculativeCPUAdam, storage: dict[str, str]) -> None:
-    for name, value in storage.items():
-        present = getattr(optimizer, name)
-        if present != value:
-            raise ValueError(
-                f"the Trainer's optimizer has {name}={present!r}, and offload() was given {name}={value!r}; "
-                "leave it out of offload()"
-            )
-
-
 def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> SpeculativeCPUAdam:
-    """Return ours with the groups of an Adam that has made no step; one that is ours stays."""
+    """Return ours with the groups of an Adam that has made no step; one that is ours stays, if it is stored so."""
     if isinstance(optimizer, SpeculativeCPUAdam):
-        _check_storage(optimizer, storage)
+        for name, value in storage.items():
+            if (present := getattr(optimizer, name)) != value:
+                raise ValueError(
+                    f"the Trainer's optimizer has {name}={present!r}, and offload() was given {name}={value!r}; "
+                    "leave it out of offload()"
+                )
         return optimizer
     if optimizer is None or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(

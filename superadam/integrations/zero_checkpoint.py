@@ -43,8 +43,7 @@ class ZeroCheckpoint:
         ]
         shards = [_read(path / name) for name in files]
         self._shards = shards if self._is_universal else [shard["optimizer_state_dict"] for shard in shards]
-        first = self._shards[0]
-        count = first["partition_count"]
+        count = self._shards[0]["partition_count"]
         self._ranks: int = max(count) if isinstance(count, list) else count
         if not self._is_universal and len(shards) != self._ranks:
             raise CheckpointError(f"it has optim_states of {len(shards)} ranks, expected {self._ranks}; copy all of it")
@@ -99,7 +98,7 @@ class ZeroCheckpoint:
     def step(self, name: str) -> Any:
         """Return the step count of a trained parameter."""
         path = self._path / UNIVERSAL / name / "step.pt"
-        if self._is_universal and path.exists():
+        if path.exists():
             return _read(path)
         entry = self._adam[0].get("state", {}).get(self.places[name], {})
         return entry["step"] if "step" in entry else self.group_of(name)["step"]  # where apex's FusedAdam has it

@@ -7,6 +7,7 @@ one on a GPU that requires grad ends the process where torch was built without C
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,27 +70,23 @@ class Live(dispatch_mode()):  # type: ignore[misc]
         return found
 
 
-def chunked_loss(hidden: Tensor, head: nn.Module, labels: Tensor, rows: int = LOSS_ROWS) -> Tensor:
-    """Return the mean cross entropy of all rows, with the logits of `rows` of them at a time."""
+def chunked_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy of all rows, with the logits of `LOSS_ROWS` of them at a time."""
 
     def part(some: Tensor, wanted: Tensor) -> Tensor:
         return nn.functional.cross_entropy(head(some).float(), wanted, reduction="sum")
 
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    parts = zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
+    parts = zip(torch.split(hidden, LOSS_ROWS), torch.split(labels, LOSS_ROWS), strict=True)
     total = torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in parts]).sum()
     return total / labels.numel()
 
 
-def run(model: Any, tokens: Tensor, loss: str, mode: Live | None = None) -> None:
+def run(model: Any, tokens: Tensor, loss: str, enter: Callable[[str], object] = lambda stage: None) -> None:
     """Make one forward and backward; gradients leave `.grad` at once, as with a scheduler."""
 
     def leave(parameter: Tensor) -> None:
         parameter.grad = None
-
-    def begin(stage: str) -> None:
-        if mode is not None:
-            mode.enter(stage)
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(leave)
@@ -97,10 +94,10 @@ def run(model: Any, tokens: Tensor, loss: str, mode: Live | None = None) -> None
         if parameter.requires_grad
     ]
     try:
-        begin(FORWARD)
+        enter(FORWARD)
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        begin(HEAD)
-        hidden.register_hook(lambda gradient: begin(LAYERS))
+        enter(HEAD)
+        hidden.register_hook(lambda gradient: enter(LAYERS))
         head = model.get_output_embeddings()
         if loss == "chunked":
             result = chunked_loss(hidden, head, tokens)
@@ -138,7 +135,7 @@ def peaks_of(
         begin, calls = mode.now, attention.calls
         try:
             with mode:
-                run(model, torch.zeros(sequences, tokens, dtype=torch.long, device="cpu"), loss, mode)
+                run(model, torch.zeros(sequences, tokens, dtype=torch.long, device="cpu"), loss, mode.enter)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
             raise UnplannableError(

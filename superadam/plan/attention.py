@@ -13,8 +13,6 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 NAME = "superadam_plan"  # what `attn_implementation` is set to, once `register` was called
-
-
 calls = 0  # since this was imported
 
 

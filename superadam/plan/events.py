@@ -124,18 +124,15 @@ class _Runner:
         began, forward, backward = self.now, work.forward, work.backward
         if work.flows:  # copies run while the model computes: the longer of both counts
             layers = size * work.numel
-            forward, backward = (
-                max(forward, layers / rates.upload),
-                max(backward, layers / min(rates.upload, rates.download)),
-            )
+            forward = max(forward, layers / rates.upload)
+            backward = max(backward, layers / min(rates.upload, rates.download))
         before = work.micro_batches * forward + (work.micro_batches - 1) * backward
         arrived, ended, stalled = self._arrivals(began + before, backward)
         stalled += work.micro_batches * max(0.0, forward + backward - work.forward - work.backward)
-        busy = waits_on_host = 0.0
-        travelled, leaving = 0, sum(work.buckets[index].numel for index in self.leaving)
+        waits_on_host, travelled, leaving = 0.0, 0, sum(work.buckets[index].numel for index in self.leaving)
         for index, bucket in enumerate(work.buckets):
             while arrived[index] > self.worker and self.uncommitted and self.worker < ended:
-                busy += self._commit()
+                self._commit()
             self.worker = max(self.worker, arrived[index])
             if bucket.is_resident:
                 continue
@@ -144,8 +141,7 @@ class _Runner:
             if waits and index in self.uncommitted:
                 each += passes.commit
             self.uncommitted.pop(index, None)
-            spent = each * bucket.numel + rates.worker_per_bucket
-            self.worker, busy = self.worker + spent, busy + spent
+            self.worker += each * bucket.numel + rates.worker_per_bucket
             travelled += bucket.numel
             is_on_host = work.room is not None and size * (leaving - travelled) + size * bucket.numel > work.room
             if work.flows or waits:
@@ -189,13 +185,11 @@ class _Runner:
             sent.append(self.down)
         return arrived, at + (1.0 - position) * backward, stalled
 
-    def _commit(self) -> float:
-        """Commit a bucket's worth of what was accepted; return the seconds."""
+    def _commit(self) -> None:
+        """Commit a bucket's worth of what was accepted."""
         count = 0
         while self.uncommitted and count < self.work.bucket_numel:
             index = next(iter(self.uncommitted))
             del self.uncommitted[index]
             count += self.work.buckets[index].numel
-        spent = self.rates.passes.commit * count + self.rates.worker_per_bucket
-        self.worker += spent
-        return spent
+        self.worker += self.rates.passes.commit * count + self.rates.worker_per_bucket

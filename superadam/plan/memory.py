@@ -72,10 +72,9 @@ class Subject:
 
     def shards(self, ranks: int) -> dict[str, Tensor]:
         """Return what a rank has of each parameter: FSDP2 divides the first dimension."""
-        whole = dict(self.model.named_parameters())
         return {
             name: parameter.data.new_empty(-(-parameter.shape[0] // ranks), *parameter.shape[1:])
-            for name, parameter in whole.items()
+            for name, parameter in self.model.named_parameters()
         }
 
 
@@ -121,7 +120,7 @@ class Memory:
     @property
     def resumes(self) -> bool:
         """Whether it can be resumed with a second copy of the state."""
-        return self.trains and all(stage not in (RESUMING, MAPPED) for _, stage, _, _ in self.problems)
+        return all(stage == SAVING for _, stage, _, _ in self.problems)
 
 
 def total(categories: Mapping[str, int]) -> int:

@@ -18,8 +18,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     values = config.to_dict() | {"num_hidden_layers": layers}
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][:layers]
-    changed: PreTrainedConfig = type(config)(**values)
-    return changed
+    return type(config)(**values)
 
 
 def build(config: PreTrainedConfig, attention: str | None = None) -> nn.Module:

@@ -30,7 +30,7 @@ def save(folder: Path, content: bytes = b"content", *, keep: int = 2, world_size
 
 
 def verify(folder: Path) -> Path:
-    _, there, _ = locate(folder)
+    there, _ = locate(folder)
     for rank in range(3):
         checkpoint_folder.verify(there.newest, there.digest, rank, 3)
     return there.newest

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,37 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
     with refused(optimizer, CheckpointError, "not empty, expected a new folder; choose another one; nothing was"):
         deepspeed.save_fp32(tmp_path, model, optimizer)
     assert os.listdir(tmp_path) == ["other"]
+
+
+def test_masters_that_cannot_be_read_leave_nothing_behind(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    model = torch.nn.ParameterList([parameter, torch.nn.Parameter(parameter.data)])
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    with refused(optimizer, CheckpointError, "share memory.*; nothing was written"):
+        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_file_of_masters_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.setattr(fp32_weights, "FILE_BYTES", 200)
+    model, optimizer = training()
+    deepspeed.load(DATA / "zero3-2", model, optimizer)
+    written: list[Any] = []
+    save_file, gather = safetensors.save_file, fp32_weights._whole
+
+    def save(content: dict[str, torch.Tensor], *arguments: Any) -> None:
+        written.extend(map(weakref.ref, content.values()))
+        save_file(content, *arguments)
+
+    def gather_after(*arguments: Any) -> torch.Tensor:
+        assert all(tensor() is None for tensor in written)
+        return gather(*arguments)
+
+    monkeypatch.setattr(safetensors, "save_file", save)
+    monkeypatch.setattr(fp32_weights, "_whole", gather_after)
+    deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    assert len(written) == len(Model().state_dict())
 
 
 def edited(tmp_path: Path, folder: str, pattern: str, change: Any) -> Path:
