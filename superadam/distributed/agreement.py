@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,7 +111,8 @@ class Ranks:
             total += words.sums[0]
         differing = None
         for position, (groups, bound) in enumerate(self._copies.items(), 1):
-            copied = [sum(every[self.members.index(rank)].sums[position] for rank in group) for group in groups]
+            parts = [[every[self.members.index(rank)].sums[position] for rank in group] for group in groups]
+            copied = [functools.reduce(operator.add, each) for each in parts]  # sum() rounds by the version of Python
             total += copied[0]
             if max(copied) != min(copied) and not max(copied) - min(copied) <= bound * min(copied):
                 differing = groups

@@ -29,7 +29,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     if path.exists() and not path.is_file():  # /dev/null would be gone
-        raise OSError("it is no regular file")
+        raise OSError(f"{path} is no regular file, expected one, or none; name another path")
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         process = left.name.split(".")[-2]
         if left == part or (process.isdecimal() and not Path("/proc", process).exists()):

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from superadam.host.files import replace_file
+
 SPANS_KEPT = 100_000  # beyond which the oldest are dropped: about 35 MB
 TRACKS = ("training", "worker", "download", "upload", "model")  # from top to bottom
 
@@ -62,13 +64,7 @@ class Trace:
             for span in spans
         ]
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
-        temporary = Path(f"{os.fspath(path)}.part")
-        try:
-            temporary.write_text(text)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(Path(path), lambda file: file.write(text.encode()))
 
 
 def _readable(value: Any) -> Any:

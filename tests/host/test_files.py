@@ -112,7 +112,7 @@ def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path):
 def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="pipe is no regular file, expected one, or none; name another path"):
         replace_file(path, lambda file: file.write(b"x"))
     assert stat.S_ISFIFO(path.stat().st_mode)
 

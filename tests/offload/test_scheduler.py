@@ -463,6 +463,8 @@ def test_exported_trace(tmp_path: Path) -> None:
         optimizer.step()
         scheduler.synchronize()
         scheduler.export_trace(tmp_path / "trace.json")
+        with pytest.raises(OSError, match="is no regular file"):
+            scheduler.export_trace(tmp_path)
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"adam", "backward and step", "gradients to host", "verdict: skipped"} <= names
     assert names & {"verdict: committed", "verdict: clipped"}

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -283,12 +284,11 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         one.write(path)
     assert path.read_text() == "the old one"
 
-    def fill_the_disk(path: Path, text: str) -> None:
-        path.touch()
+    def fill_the_disk(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Path, "write_text", fill_the_disk)
+        patched.setattr(os, "fsync", fill_the_disk)
         with pytest.raises(OSError, match="No space left"):
             Trace().write(path)
     assert path.read_text() == "the old one"
