@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from superadam.distributed import shards
 from superadam.handles.gradient_handle import take_reduced
-from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.handles.taken_gradient import GradientHolder
 from superadam.kernels.torch_private import base_of, check_can_take, version_of
 from superadam.offload.arguments import unwrapped
 from superadam.offload.hooks import Hooks
@@ -187,17 +187,3 @@ class ReducedGradients(GradientHolder):
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    @property
-    def _holder(self) -> GradientHolder:
-        optimizer = self._optimizer()
-        return GradientHolder() if optimizer is None else optimizer._binding.gradient_holder
-
-    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        return self._holder._nonfinite_of(taken)
-
-    def _norm_was_asked(self, taken: TakenGradient) -> None:
-        self._holder._norm_was_asked(taken)
-
-    def _was_given_back(self, taken: TakenGradient) -> None:
-        self._holder._was_given_back(taken)

@@ -173,7 +173,7 @@ class Autotuner:
         """Record what was done for a bucket of this step; called by the worker."""
         self._step.append(work)
 
-    def choose(self, awaited_at: float = math.inf, update_seconds: float = 0.0) -> bool:
+    def choose(self, awaited_at: float, update_seconds: float) -> bool:
         """Learn from a step; return whether there is a new placement, or a new order that it applies to.
 
         Args:

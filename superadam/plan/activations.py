@@ -111,8 +111,7 @@ def run(model: Any, tokens: Tensor, loss: str, enter: Callable[[str], object] = 
 
 
 def recomputing(model: Any, *, is_wanted: bool) -> Any:
-    """Return a model that trains, and computes each layer again in backward if that is wanted."""
-    model.train()
+    """Return a new model, which computes each layer again in backward if that is wanted."""
     if is_wanted:  # its name since transformers 5.23, and before
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})

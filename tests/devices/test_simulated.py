@@ -1,6 +1,7 @@
 """The simulated device does all as late, and as badly, as a real one may; events of accelerators are torch's own."""
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,6 +264,13 @@ def test_seeded_worker_does_any_number_of_its_jobs_and_of_its_idle_work_before_i
         assert worker.is_idle
     assert lags >= {0, 1, 2}
     assert amounts == {3, 2, 1, 0}
+
+
+def test_memory_of_a_device_that_is_gone_is_no_longer_pinned(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = SimulatedDevice(0).accelerator
+    gc.collect()
+    assert accelerator.registered == {}
+    assert caplog.messages == []
 
 
 def test_what_is_written_to_memory_that_was_freed_is_told() -> None:
