@@ -36,7 +36,8 @@ from superadam.state import compact
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, Storage, pieces_of
 from superadam.state.resident import ResidentStates
-from superadam.state.table import ParameterTable
+from superadam.state.table import ParameterTable, Runs
+from superadam.step.gradients import hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
@@ -71,14 +72,14 @@ def names_of(group: dict[str, Any], index: int) -> list[str]:
     return [f"parameter {k} of group {index}" for k in range(count)]
 
 
-def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
+def runs_of(groups: Groups) -> Runs:
     """Return the present hyper-parameters of each group, and its number of parameters."""
     return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
 
 
 def hyper_by_row(groups: Groups) -> list[Hyperparameters]:
     """Return the present hyper-parameters of each parameter."""
-    return [hyper for hyper, count in runs_of(groups) for _ in range(count)]
+    return hyper_of_each(runs_of(groups))
 
 
 class Overlap(Protocol):
@@ -360,7 +361,7 @@ class Binding(GradientHolder):
         self._transaction.drop()  # the gradients in `.grad` still count
         self._refresh_entries()
         table = self._transaction.table
-        return {state.parameter: state for state in table.states if not _is_converted(state, table)}
+        return {state.parameter: state for state in table.states if not _is_converted(state)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known = self._unbind()
@@ -433,19 +434,17 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
         return False
     moved = table.look()
     for state in moved:
-        if _is_converted(state, table):
+        if _is_converted(state):
             return False
     for state in moved:
         fingerprints.distrust(state.row)
     return True
 
 
-def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
-    """Whether `.data` is not what the table describes, as after model.to(torch.bfloat16); it then lies elsewhere."""
+def _is_converted(state: ParameterState) -> bool:
+    """Whether `.data` is not what the state describes, as after model.to(torch.bfloat16)."""
     if state.is_distributed and shards.local_of(state.parameter) is not state.local:
         return True
-    if not table.fingerprints.is_moved(state.row):
-        return False
     if state.cuts and state.local.stride() != state.strides:  # pieces are consecutive in memory
         return True
     now = ParameterState(state.parameter, state.row, state.name)

@@ -6,7 +6,6 @@ lies next to the moments on the CPU.
 
 from __future__ import annotations
 
-import abc
 import enum
 import operator
 import weakref
@@ -195,7 +194,7 @@ def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-class Piece(abc.ABC):
+class Piece:
     """Elements of a parameter that are consecutive in memory: they travel, are speculated on and committed together.
 
     A parameter that is not cut is its own only piece.
@@ -210,21 +209,27 @@ class Piece(abc.ABC):
         state: of the parameter; found in C, because passes ask often.
     """
 
-    begin = 0
-    reference: weakref.ref[ParameterState]
+    row = -1
     state = property(operator.methodcaller("reference"))
 
     def __init__(
-        self, row: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, parameter_dtype: torch.dtype
+        self,
+        reference: weakref.ref[ParameterState],
+        begin: int,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        parameter_dtype: torch.dtype,
     ) -> None:
-        self.row, self.shape, self.strides = row, shape, strides
+        self.reference, self.begin, self.shape, self.strides = reference, begin, shape, strides
         self.dtype, self.parameter_dtype = dtype, parameter_dtype
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
 
-    @abc.abstractmethod
     def elements_of(self, tensor: Tensor) -> Tensor:
         """Return these elements of a tensor in the layout of the parameter's state."""
+        begin, numel = part_of(tensor, self)
+        return tensor.detach().as_strided((numel,), self.strides, tensor.storage_offset() + begin)
 
     @property
     def working_copy(self) -> Tensor:
@@ -244,18 +249,6 @@ class Piece(abc.ABC):
         """Whether this gradient waits for its verdict, unchanged."""
         pending = self.pending if self.phase is Phase.SPECULATED else None
         return pending is not None and pending.taken() is taken and pending.version == taken.version
-
-
-class _Cut(Piece):
-    """A piece of a parameter that is cut."""
-
-    def __init__(self, state: ParameterState, begin: int, numel: int) -> None:
-        super().__init__(-1, torch.Size([numel]), (1,), state.dtype, state.parameter_dtype)
-        self.begin, self.reference = begin, state.reference
-
-    def elements_of(self, tensor: Tensor) -> Tensor:
-        begin, numel = part_of(tensor, self)
-        return tensor.detach().as_strided((numel,), self.strides, tensor.storage_offset() + begin)
 
 
 def part_of(tensor: Tensor, piece: Piece) -> tuple[int, int]:
@@ -303,8 +296,8 @@ class ParameterState(Piece):
         check_parameter(parameter, name)
         local = shards.local_of(parameter)
         dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-        super().__init__(row, local.shape, _dense_strides(local), dtype, local.dtype)
-        self.parameter, self.local, self.name = parameter, local, name
+        super().__init__(weakref.ref(self), 0, local.shape, _dense_strides(local), dtype, local.dtype)
+        self.row, self.parameter, self.local, self.name = row, parameter, local, name
         on_host = local.is_cpu if is_on_host is None else is_on_host
         self.is_contiguous_on_cpu = on_host and local.is_contiguous()
         self.is_staged = not on_host or local.stride() != self.strides
@@ -327,11 +320,11 @@ class ParameterState(Piece):
         self.master_low: Tensor | None = None
         self.wholes: dict[str, Tensor] = {}
         self._changed: weakref.WeakMethod[Callable[[ParameterState, Collection[str]], None]] | None = None
-        self.reference = weakref.ref(self)
         self.cuts: tuple[Piece, ...] = ()
         length, numel = piece_length(local, None if self.is_own_master else piece_numel), local.numel()
         if length < numel:
-            self.cuts = tuple(_Cut(self, begin, min(length, numel - begin)) for begin in range(0, numel, length))
+            parts = ((begin, torch.Size([min(length, numel - begin)])) for begin in range(0, numel, length))
+            self.cuts = tuple(Piece(self.reference, *part, (1,), dtype, local.dtype) for part in parts)
 
     def elements_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
@@ -477,7 +470,7 @@ class ParameterState(Piece):
         return True
 
     def has_layout(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the CPU in the layout of the state, as kernels read it."""
+        """Whether kernels read a tensor where it lies: on the CPU in the layout of the state."""
         return tensor.is_cpu and tensor.stride() == self.strides and not tensor.is_neg()
 
     def forget(self, key: str) -> None:
@@ -523,13 +516,9 @@ class ParameterState(Piece):
                 f"the gradient of {self.name} has no data, because its storage was freed, expected its values in "
                 "memory; recompute it"
             )
-        if self.lies_as_read(gradient):
+        if self.has_layout(gradient):
             return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
-
-    def lies_as_read(self, gradient: Tensor) -> bool:
-        """Whether kernels read a gradient where it lies."""
-        return gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg()
 
     @property
     def has_state(self) -> bool:
@@ -559,21 +548,9 @@ class ParameterState(Piece):
         if self.exp_avg is None:
             self.put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
-            if "master" in self.encodings:
-                self.encode("master", self.local)
-            else:
-                self.put({"master": self.host_copy(self.local, self.dtype)})
+            self.store("master", self.local)
         if with_max and self.max_exp_avg_sq is None:
             self.put(self.zeros("max_exp_avg_sq"))
-
-    def adopt_outside_write(self) -> None:
-        """Adopt in the master what others wrote to the working copy; nothing must be pending on it.
-
-        Only elements that differ from the rounded master are adopted, so that loading the same weights again changes
-        nothing.
-        """
-        if self.master is not None:
-            self.adopt("master", self.local)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -35,14 +35,15 @@ from superadam.state.uncertain import Listed
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _get_row = operator.attrgetter("row")
 Segments = npt.NDArray[np.void]  # a kernel job: rows of `superadam.kernels.native.SEGMENT`
+Runs = Sequence[tuple[Hyperparameters, int]]  # hyper-parameters, and how many consecutive states have them
 Indices = Sequence[int] | npt.NDArray[np.int32]  # of each row's coefficients in a `CoefficientTable`
 
 
 class CoefficientTable:
-    """Collects the coefficient sets of one job; what gives equal sets is looked up once."""
+    """Collects the coefficient `sets` of one job, by index; what gives equal sets is looked up once."""
 
     def __init__(self) -> None:
-        self._sets: list[Coefficients] = []
+        self.sets: list[Coefficients] = []
         self._alive: list[Hyperparameters] = []  # so that no id in _index is used again
         self._index: dict[tuple[int, int, Scale, Arithmetic, Interval | None], int] = {}
 
@@ -58,7 +59,7 @@ class CoefficientTable:
         key = (id(hyper), step, scale, arithmetic, interval)
         index = self._index.get(key)
         if index is None:
-            index = self._index[key] = len(self._sets)
+            index = self._index[key] = len(self.sets)
             coefficients = Coefficients.at_step(
                 hyper,
                 step,
@@ -68,17 +69,12 @@ class CoefficientTable:
                 compact=arithmetic is Arithmetic.COMPACT,
             )
             self._alive.append(hyper)
-            self._sets.append(coefficients if interval is None else coefficients.over(interval) or coefficients)
+            self.sets.append(coefficients if interval is None else coefficients.over(interval) or coefficients)
         return index
-
-    @property
-    def sets(self) -> list[Coefficients]:
-        """The coefficient sets, by index."""
-        return self._sets
 
     def array(self) -> npt.NDArray[np.void]:
         """Return the sets as kernels read them."""
-        return np.array([coefficients.row() for coefficients in self._sets], native.COEFFICIENTS)
+        return np.array([coefficients.row() for coefficients in self.sets], native.COEFFICIENTS)
 
 
 class ParameterTable:
@@ -186,7 +182,8 @@ class ParameterTable:
 
     def adopt_outside_write(self, state: ParameterState) -> None:
         """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is."""
-        state.adopt_outside_write()
+        if state.master is not None:
+            state.adopt("master", state.local)
         self.fingerprints.remember(state.row)
         self._point_at_parameter(state)
         self.remember_master(state)
@@ -251,8 +248,9 @@ class ParameterTable:
         moved = self.fingerprints.look()
         return [self.states[row] for row in {*moved, *self.fingerprints.seen_hints(self.all_rows)}]
 
-    def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
+    def are_ready(self, rows: Rows, runs: Runs) -> bool:
         """Whether these rows have everything that a step reads and writes."""
+        with_max = True in [hyper.amsgrad for hyper, _ in runs]
         chosen: Any = slice(len(rows)) if rows is self.all_rows else rows
         for name in ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master"):
             if np.count_nonzero(self._rows[name][chosen]) < len(rows):
@@ -264,7 +262,10 @@ class ParameterTable:
 
         With `addresses` they lie as `plain_layouts` says; others are looked at one by one.
         """
-        segments = self._at(rows)
+        if self._resident is not None:
+            self.bring_home(self.pieces[row] for row in rows)
+        chosen = self._bytes[: len(rows)].copy() if rows is self.all_rows else self._bytes[rows]
+        segments = chosen.view(native.SEGMENT)
         if addresses is None:
             segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
             segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
@@ -307,12 +308,6 @@ class ParameterTable:
     def differing(self, rows: Rows, *, everything: bool) -> Rows:
         """Return those rows whose parameter, in host memory, is not the rounded master, in samples or at all."""
         return native.differing(self._rows, rows, everything=everything)
-
-    def _at(self, rows: Rows) -> Segments:
-        if self._resident is not None:
-            self.bring_home(self.pieces[row] for row in rows)
-        chosen = self._bytes[: len(rows)].copy() if rows is self.all_rows else self._bytes[rows]
-        return chosen.view(native.SEGMENT)
 
     def put_norm(self, rows: Rows, norm: GradientNorm) -> None:
         """Copy a norm of these rows that was computed elsewhere into `norm`."""
@@ -481,10 +476,8 @@ class ParameterTable:
             for record, number in zip(pending, self._arithmetic[rows], strict=True)
         ]
 
-    def indices_of_next_step(
-        self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: Scale, coefficients: CoefficientTable
-    ) -> Indices:
-        """Return the coefficients of each row's next step, as `indices_of`; `runs` as in `StepGradients`."""
+    def indices_of_next_step(self, rows: Rows, runs: Runs, scale: Scale, coefficients: CoefficientTable) -> Indices:
+        """Return the coefficients of each row's next step, as `indices_of`."""
         indices = np.empty(len(rows), np.int32)
         begin = 0
         for hyper, count in runs:

@@ -6,7 +6,6 @@ Decides which pass runs over which rows. `docs/design.md`, section 2, says why t
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import threading
 import time
@@ -30,9 +29,9 @@ from superadam.kernels.torch_private import is_profiling, is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
-from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
+from superadam.state.table import CoefficientTable, ParameterTable, Rows, Runs, Segments
 from superadam.state.uncertain import empty_lists
-from superadam.step.gradients import StepGradients
+from superadam.step.gradients import StepGradients, hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
 
 _NOTHING = nullcontext()
@@ -272,7 +271,7 @@ class Transaction:
         self._drop(self.in_phase(Phase.SPECULATED))
         table, rows, runs = self.table, gradients.rows, gradients.runs
         segments, coefficients = gradients.job(table), CoefficientTable()
-        if self.ranks is None and table.is_reached(rows) and self._is_ready(rows, runs):
+        if self.ranks is None and table.is_reached(rows) and table.are_ready(rows, runs):
             indices = table.indices_of_next_step(rows, runs, Scale(), coefficients)
             count = table.prepared_count(rows)
             limit = math.inf if max_norm is None else max_norm
@@ -301,8 +300,8 @@ class Transaction:
     def _contributions(self, gradients: StepGradients) -> tuple[list[_Contribution], list[Piece]]:
         """Return what each piece contributes, and the pieces whose pending gradient is not among these."""
         contributions, others = list[_Contribution](), dict(self._members[Phase.SPECULATED])
-        products = _Products()
-        for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
+        products, each = _Products(), hyper_of_each(gradients.runs)
+        for state, gradient, hyper in zip(gradients.states, gradients.gradients, each, strict=True):
             if isinstance(gradient, Tensor):
                 contributions += [_Contribution(piece, hyper, piece.elements_of(gradient)) for piece in state.pieces]
                 continue
@@ -448,13 +447,11 @@ class Transaction:
 
     def _update(self, contributions: Sequence[_Contribution]) -> None:
         """Update parameters in place."""
-        states, runs = list[ParameterState](), list[tuple[Hyperparameters, int]]()
-        here, resident = list[_Contribution](), list[_Contribution]()
-        for contribution in contributions:
-            states.append(contribution.piece.state)
-            runs.append((contribution.hyper, 1))
-            (resident if contribution.is_resident else here).append(contribution)
+        states = [contribution.piece.state for contribution in contributions]
+        runs = [(contribution.hyper, 1) for contribution in contributions]
         self._make_ready(states, self.table.rows_of(states), runs)
+        resident = [contribution for contribution in contributions if contribution.is_resident]
+        here = [contribution for contribution in contributions if not contribution.is_resident]
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
             pieces = [contribution.piece for contribution in resident]
@@ -592,7 +589,8 @@ class Transaction:
         """Compare parameters with their masters and adopt what differs; by default where something hints at a write."""
         with self._timed("commit_seconds"):
             if states is None:
-                hinted = [self.table.states[row] for row in self.table.fingerprints.hints()]
+                rows = self.table.fingerprints.seen_hints(self.table.all_rows)  # bound() has just looked
+                hinted = [self.table.states[row] for row in rows]
                 states = [  # those of another shape or dtype are compared when they are bound again
                     state
                     for state in hinted
@@ -622,19 +620,11 @@ class Transaction:
         with self._timed("commit_seconds"):
             self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
-    def _is_ready(self, rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]) -> bool:
-        with_max = False
-        for hyper, _ in runs:
-            with_max |= hyper.amsgrad
-        return self.table.are_ready(rows, with_max=with_max)
-
-    def _make_ready(
-        self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
-    ) -> bool:
+    def _make_ready(self, states: Sequence[ParameterState], rows: Rows, runs: Runs) -> bool:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
-        if self._is_ready(rows, runs):
+        if self.table.are_ready(rows, runs):
             return False
-        each = [*itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)]
+        each = hyper_of_each(runs)
         for state, hyper in zip(states, each, strict=True):
             state.check_largest(is_wanted=hyper.amsgrad)
         for state, hyper in zip(states, each, strict=True):
