@@ -90,7 +90,7 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
 
 def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement, storage: Storage) -> HostNeeds:
     binding, groups = optimizer._binding, optimizer.param_groups
-    run, entries = HostNeeds(), binding.entries(groups, adopts=False)
+    run, entries = HostNeeds(), binding.entries(groups, is_given=False)
     leaving = elements = widest = 0
     for group in groups:
         for parameter in (one for one in group["params"] if one.requires_grad):

@@ -269,27 +269,23 @@ class SpeculativeCPUAdam(Optimizer):
         return self._make_step()
 
     def _make_step(self) -> StepOutcome:
+        verdicts = self._verdicts
         with self._binding.on_all_ranks(Question.STEP, self.param_groups):
-            outcome = self._judged_step()
-        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
+            transaction = self._binding.bound(self.param_groups)
+            limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
+            if self._binding.is_flattened:
+                refuse_limit_of_shard(limit)
+            gradients = gather(transaction.table, runs_of(self.param_groups))
+            with deferred_signals():  # a step is made wholly or not at all
+                outcome, applied = transaction.step(gradients, limit)
+                verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
+                setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
+                self._binding.conclude(outcome, applied)
+        if outcome.kind is StepKind.SKIPPED and (verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
                 "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
             )
-        return outcome
-
-    def _judged_step(self) -> StepOutcome:
-        transaction = self._binding.bound(self.param_groups)
-        verdicts = self._verdicts
-        limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
-        if self._binding.is_flattened:
-            refuse_limit_of_shard(limit)
-        gradients = gather(transaction.table, runs_of(self.param_groups))
-        with deferred_signals():  # a step is made wholly or not at all
-            outcome, applied = transaction.step(gradients, limit)
-            verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
-            setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
-            self._binding.conclude(outcome, applied)
         return outcome
 
     @_whole
@@ -416,9 +412,7 @@ class SpeculativeCPUAdam(Optimizer):
         A master that is written to in place counts. One that is put in its place counts, as a loaded one, where it
         rounds to the parameter's value: elsewhere the parameter does, so write to that, or to both.
         """
-        entries = self._binding.entries(self.param_groups)
-        self._binding.expose()
-        return entries
+        return self._binding.entries(self.param_groups)
 
     @state.setter
     @untracked
@@ -524,9 +518,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         with self._binding.lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-            entries = self._binding.entries(self.param_groups)
-            self._binding.expose()
-            return {**values, "_storage": self._storage, "state": entries}
+            return {**values, "_storage": self._storage, "state": self._binding.entries(self.param_groups)}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

@@ -29,7 +29,7 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.memory import has_memory
+from superadam.kernels.places import has_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
@@ -242,16 +242,12 @@ class Binding(GradientHolder):
             with transaction.lock:
                 self.published.look(transaction.table)
 
-    def expose(self) -> None:
-        """Note that programs are given references to the published state."""
-        if self._transaction is not None:
-            self._transaction.expose()
-
     @untracked
-    def entries(self, groups: Groups, *, adopts: bool = True) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing accepted steps, and adopting outside writes where `adopts`.
+    def entries(self, groups: Groups, *, is_given: bool = True) -> defaultdict[Tensor, Any]:
+        """Return the published state after committing accepted steps.
 
-        Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
+        Where it `is_given` to programs, outside writes are adopted first. Where binding fails, it is returned
+        unchanged: a step refuses it, and until then it can be corrected.
         """
         with self.lock:
             self._catch_up()
@@ -259,10 +255,13 @@ class Binding(GradientHolder):
                 try:
                     transaction = self.bound(groups, looks=False)  # programs will be given all of it
                 except (TypeError, ValueError):
-                    adopts = False
-                if adopts:
-                    transaction.adopt_outside_writes()
+                    pass
+                else:
+                    if is_given:
+                        transaction.adopt_outside_writes()
                 self._refresh_entries()
+            if is_given and self._transaction is not None:
+                self._transaction.expose()
             return self.published.entries
 
     @untracked
@@ -287,7 +286,7 @@ class Binding(GradientHolder):
     def detach(self, groups: Groups) -> None:
         """Work without a scheduler again; it must have nothing under way."""
         with self.lock:
-            self.entries(groups, adopts=False)
+            self.entries(groups, is_given=False)
             with deferred_signals():
                 self._forget_binding()
                 self.overlap = None

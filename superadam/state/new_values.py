@@ -108,11 +108,9 @@ class NewValues:
         """
         chosen: dict[Shadow, tuple[list[int], list[Tensor]]] = {}
         for piece, (shadow, position) in zip(pieces, slots, strict=True):
-            some = chosen.get(shadow)
-            if some is None:
-                some = chosen[shadow] = [], []
-            some[0].append(position)
-            some[1].append(piece.working_copy)
+            positions, targets = chosen.setdefault(shadow, ([], []))
+            positions.append(position)
+            targets.append(piece.working_copy)
         late = [shadow for shadow in chosen if not shadow.has_arrived]
         for shadows in ([shadow for shadow in chosen if shadow not in late], late):
             sources: list[Tensor] = []

@@ -367,20 +367,20 @@ class ParameterTable:
         self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable, indices: Indices
     ) -> int:
         """Give listed elements the new values of these coefficients, and return how many there are; state stays."""
-        by_shadow: dict[Shadow, list[int]] = {}
+        by_shadow: dict[Shadow, list[tuple[int, int, Listed]]] = {}
         for number, record in enumerate(pending):
             assert record.slot is not None
-            by_shadow.setdefault(record.slot.shadow, []).append(number)
+            assert record.listed is not None
+            by_shadow.setdefault(record.slot.shadow, []).append((number, record.slot.position, record.listed))
         segments = np.zeros(len(rows), native.SEGMENT)
         segments["coefficients"], segments["out_dtype"] = indices, self._rows["out_dtype"][rows]
         segments["gradient_dtype"] = [DTYPES[record.gradient.dtype] for record in pending]
         has_planes = self._rows["format"][rows] & Format.MASTER_24BIT != 0
         segments["format"] = np.where(has_planes, Format.LISTED_24BIT, Format.PLAIN)
         segments["phase"] = self._rows["phase"][rows]
-        patches: list[tuple[Patch, list[Listed]]] = []
-        for shadow, numbers in by_shadow.items():
-            listed = [record.listed for record in (pending[number] for number in numbers) if record.listed is not None]
-            positions = [record.slot.position for record in (pending[number] for number in numbers) if record.slot]
+        patches: list[tuple[Patch, Sequence[Listed]]] = []
+        for shadow, group in by_shadow.items():
+            numbers, positions, listed = zip(*group, strict=True)
             patch = Patch(shadow, positions, [elements.count for elements in listed])
             patches.append((patch, listed))
             for number, elements, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
@@ -390,8 +390,8 @@ class ParameterTable:
                 row["length"], row["out"] = elements.count, values.data_ptr()
                 row["target"] = 0 if target is None else target.data_ptr()
         native.run(Pass.SPECULATE, segments, coefficients.array())
-        for patch, listed in patches:
-            patch.send([elements.index for elements in listed])
+        for patch, lists in patches:
+            patch.send([elements.index for elements in lists])
         return int(segments["length"].sum())
 
     def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:

@@ -14,9 +14,9 @@ from superadam.cli.bench import command, floor, passes
 from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
 from superadam.cli.bench.passes import Setting
+from superadam.cli.traffic import bytes_per_element
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.traffic import bytes_per_element
 from superadam.state.storage import Master, Moments, Storage
 
 NUMEL = 3 * native.CHUNK

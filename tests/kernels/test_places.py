@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from superadam.kernels import _places, places
-from superadam.kernels.memory import has_memory
-from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, compare, gradients_of, places_of
+from superadam.kernels.places import (
+    ADDRESS,
+    BYTES,
+    LAYOUT,
+    STORAGE,
+    VERSION,
+    compare,
+    gradients_of,
+    has_memory,
+    places_of,
+)
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:
