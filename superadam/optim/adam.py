@@ -324,7 +324,7 @@ class SpeculativeCPUAdam(Optimizer):
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
         able = transaction.able_to_speculate(pieces_of(gradients), hyper)
-        slots = dict(zip(able, table.new_values.shadows(able), strict=True))
+        slots = table.new_values.shadows(able)
         table.bring_home(pieces_of(gradients))
         transaction.speculate(
             {

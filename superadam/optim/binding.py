@@ -349,7 +349,7 @@ class Binding(GradientHolder):
         """Bring those of `entries` up to date of which programs hold something."""
         table = transaction.table
         held = table.held_states()
-        transaction.commit_held()
+        transaction.commit_of(held)
         table.bring_home(pieces_of(held))
         self.published.write(table, held)
 

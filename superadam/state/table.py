@@ -156,17 +156,19 @@ class ParameterTable:
         for name, tensor, place in zip(names, tensors, places, strict=True):
             position = len(ARRAYS) * state.row + ARRAYS.index(name)
             self._arrays[position], self._places[position] = tensor, place
-            if name == "master" and state.is_own_master:  # which the parameter is
-                continue
-            for piece in (state, *state.cuts):
-                self._rows[piece.row][name] = 0 if tensor is None else _address(tensor, piece)
+            if name != "master" or not state.is_own_master:  # which the parameter is
+                self._point(state, name, tensor)
         if "master" in names:
             self.remember_master(state)
 
-    def _point_at_parameter(self, state: ParameterState) -> None:
+    def _point_at_parameter(self, state: ParameterState, *, is_there: bool = True) -> None:
+        name = "master" if state.is_own_master else "out"
+        self._point(state, name, state.local if is_there and not state.is_staged else None)
+
+    def _point(self, state: ParameterState, name: str, tensor: Tensor | None) -> None:
         for piece in (state, *state.cuts):
-            address = 0 if state.is_staged else _address(state.local, piece)
-            self._rows[piece.row]["master" if state.is_own_master else "out"] = address
+            begin = 0 if tensor is None else part_of(tensor, piece)[0] * tensor.element_size()
+            self._rows[piece.row][name] = 0 if tensor is None else tensor.data_ptr() + begin
 
     @property
     def has_state(self) -> bool:
@@ -203,8 +205,7 @@ class ParameterTable:
         rows = self.fingerprints.look()
         found = [self.states[row] for row in rows] if rows else []
         for state in found:
-            for piece in (state, *state.cuts):
-                self._rows[piece.row]["master" if state.is_own_master else "out"] = 0
+            self._point_at_parameter(state, is_there=False)
         return found
 
     def held_states(self) -> list[ParameterState]:
@@ -225,8 +226,7 @@ class ParameterTable:
             row, name = chosen[number // width], ARRAYS[number % width]
             found.setdefault(row, []).append(name)
             self._places[width * row + number % width, ADDRESS] = NOWHERE  # until it is bound again
-            for piece in (self.states[row], *self.states[row].cuts):
-                self._rows[piece.row][name] = 0
+            self._point(self.states[row], name, None)
         return found
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
@@ -407,7 +407,7 @@ class ParameterTable:
         return not self._is_any_staged or not self.is_staged[rows].any()
 
     def step_at_once(
-        self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices, max_norm: float
+        self, segments: Segments, coefficients: CoefficientTable, indices: Indices, max_norm: float
     ) -> native.Verdict:
         """Make one step in place by a job that reads its gradients, unless one is Inf or NaN."""
         segments["coefficients"] = indices
@@ -439,9 +439,9 @@ class ParameterTable:
             if len(direct):
                 native.run(Pass.UPDATE, direct, table)
             for slots, (pieces, job) in zip(stage, in_turn, strict=True):
-                job["out"] = [slot.value.data_ptr() for slot in slots]
+                job["out"] = [slots[piece].value.data_ptr() for piece in pieces]
                 native.run(Pass.UPDATE, job, table)
-                self.new_values.publish(pieces, slots)
+                self.new_values.publish(slots)
 
         return run
 
@@ -494,10 +494,6 @@ class ParameterTable:
             found = [coefficients.index(hyper, step, scale, Arithmetic(number)) for step, number in pairs]
             indices[part] = np.array(found, np.int32)[inverse]
         return indices
-
-
-def _address(tensor: Tensor, piece: Piece) -> int:
-    return tensor.data_ptr() + part_of(tensor, piece)[0] * tensor.element_size()
 
 
 def _cut(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:

@@ -275,7 +275,7 @@ class Transaction:
             indices = table.indices_of_next_step(rows, runs, Scale(), coefficients)
             count = table.prepared_count(rows)
             limit = math.inf if max_norm is None else max_norm
-            verdict = table.step_at_once(rows, segments, coefficients, indices, limit)
+            verdict = table.step_at_once(segments, coefficients, indices, limit)
             outcome = outcome_of(verdict.norm, verdict.nonfinite, verdict.clip)
             self.statistics.norm_seconds += verdict.seconds
             begin += verdict.seconds
@@ -438,10 +438,9 @@ class Transaction:
         return True
 
     def _publish(self, contributions: Sequence[_Contribution]) -> None:
-        pieces = [contribution.piece for contribution in contributions]
-        records = [_pending_of(piece) for piece in pieces]
-        self.table.new_values.publish(pieces, [record.slot for record in records if record.slot])
-        for piece, record in zip(pieces, records, strict=True):
+        records = {contribution.piece: _pending_of(contribution.piece) for contribution in contributions}
+        self.table.new_values.publish({piece: record.slot for piece, record in records.items() if record.slot})
+        for piece, record in records.items():
             record.slot = record.interval = record.listed = None
             self._move(piece, Phase.ACCEPTED, record)
 
@@ -538,12 +537,11 @@ class Transaction:
             self._commit(chosen, num_threads)
             return count
 
-    def commit_held(self) -> None:
-        """Fold the accepted gradients of parameters of whose state programs hold something into it."""
-        held = self.table.held_states()
-        if held and self._members[Phase.ACCEPTED]:
+    def commit_of(self, states: Sequence[ParameterState]) -> None:
+        """Fold the accepted gradients of these parameters into their state."""
+        if states and self._members[Phase.ACCEPTED]:
             with self._timed("commit_seconds"):
-                self._commit_of(held)
+                self._commit_of(states)
 
     def _commit_of(self, states: Sequence[ParameterState]) -> None:
         self._commit([piece for piece in pieces_of(states) if piece.phase is Phase.ACCEPTED])
