@@ -368,13 +368,7 @@ def differing(
     return found[:number]
 
 
-def copy(
-    targets: npt.NDArray[np.uint64],
-    sources: npt.NDArray[np.uint64],
-    numbers: npt.NDArray[np.int64],
-    *,
-    threads: int | None = None,
-) -> None:
+def copy(targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], numbers: npt.NDArray[np.int64]) -> None:
     """Copy so many bytes from each source address to its target address, with the GIL released.
 
     As for `run`, the memory must be there; targets overlap nothing.
@@ -384,7 +378,7 @@ def copy(
         ffi.from_buffer("void *[]", sources),
         ffi.from_buffer("int64_t[]", numbers),
         len(numbers),
-        threads or _num_threads or get_num_threads(),
+        _num_threads or get_num_threads(),
     )
 
 

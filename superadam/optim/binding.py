@@ -31,6 +31,7 @@ from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.places import has_memory
 from superadam.optim.arguments import is_flattened
+from superadam.optim.entry import Lock
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
 from superadam.state.new_values import NewValues
@@ -110,16 +111,10 @@ class GradientSource(Protocol):
         """Called before each verdict; raises what has failed since the last one."""
 
 
-class ProcessLock:
-    """Returns a reentrant lock of this process: another thread may have held its parent's when that forked."""
-
-    def __init__(self) -> None:
-        self._locks: dict[int, AbstractContextManager[object]] = {}
-
-    def __call__(self) -> AbstractContextManager[object]:
-        """Return the lock."""
-        process = os.getpid()
-        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
+def _lock_of_process() -> Lock:
+    """Return what returns a reentrant lock of this process: another thread may have held its parent's at a fork."""
+    locks: dict[int, AbstractContextManager[object]] = {}
+    return lambda: locks.get(os.getpid()) or locks.setdefault(os.getpid(), threading.RLock())
 
 
 class Binding(GradientHolder):
@@ -136,7 +131,7 @@ class Binding(GradientHolder):
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
-        self._lock = ProcessLock()
+        self._lock = _lock_of_process()
         self.published = PublishedState(entries, self._lock)
         self.overlap: Overlap | None = None
         self.source: GradientSource | None = None

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -41,10 +40,8 @@ _COUNTING = {torch.float32, torch.float64, torch.int32, torch.int64}  # dtypes o
 
 def is_asked_for_template() -> bool:
     """Whether torch.distributed.checkpoint calls this: its zero gradients could be those of a true step."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
-        frame = frame.f_back
-    return frame is not None
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(None))
+    return any(module.startswith("torch.distributed.checkpoint.") for module in modules)
 
 
 def _kind_of(value: object) -> str:

@@ -330,9 +330,8 @@ class ParameterTable:
     def compute_norm(
         self, segments: Segments, into: GradientNorm | None = None, num_threads: int | None = None
     ) -> None:
-        """Compute the norm of a job's gradients into `norm`, or into another norm of all parameters."""
+        """Compute the norm of a job's gradients into `norm`; or into another one, at which the job then points."""
         if into is not None:
-            segments = segments.copy()
             for name in ("sums", "nonfinite"):
                 segments[name] -= np.uint64(getattr(self.norm, name).ctypes.data)
                 segments[name] += np.uint64(getattr(into, name).ctypes.data)

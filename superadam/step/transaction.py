@@ -588,13 +588,7 @@ class Transaction:
         with self._timed("commit_seconds"):
             if states is None:
                 rows = self.table.fingerprints.seen_hints(self.table.all_rows)  # bound() has just looked
-                hinted = [self.table.states[row] for row in rows]
-                states = [  # those of another shape or dtype are compared when they are bound again
-                    state
-                    for state in hinted
-                    if has_memory(state.local)
-                    and (state.local.shape, state.local.dtype) == (state.shape, state.parameter_dtype)
-                ]
+                states = [state for row in rows if has_memory((state := self.table.states[row]).local)]
             self._adopt(states)
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
