@@ -51,14 +51,6 @@ class Shown:
         return value is not None and self.tensor is value
 
 
-class Arithmetic(enum.IntEnum):
-    """Which scalars the steps of a parameter take."""
-
-    FLOAT = 0
-    DOUBLE = 1
-    COMPACT = 2  # those of fp32, and the turn by which state in fewer bits is rounded
-
-
 class Phase(enum.Enum):
     """Where the transaction of a piece stands."""
 
@@ -237,6 +229,11 @@ class Piece:
         return self.elements_of(self.state.local)
 
     @property
+    def is_double(self) -> bool:
+        """Whether steps compute in fp64."""
+        return self.dtype == torch.float64
+
+    @property
     def is_narrow(self) -> bool:
         """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
         return self.parameter_dtype in NARROWER
@@ -370,16 +367,9 @@ class ParameterState(Piece):
             self.wholes[key] = self.whole(tensor)
         return self.wholes[key]
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """Which scalars its steps take."""
-        if self.dtype == torch.float64:
-            return Arithmetic.DOUBLE
-        return Arithmetic.COMPACT if self.format else Arithmetic.FLOAT
-
     def dtype_of(self, key: str) -> torch.dtype:
         """Return the dtype in which users see one of its `TENSORS`."""
-        return self.dtype if key == "master" or self.dtype == torch.float64 else self.storage.moments.dtype
+        return self.dtype if key == "master" or self.is_double else self.storage.moments.dtype
 
     def zeros(self, key: str) -> dict[str, Tensor]:
         """Return the arrays of one of its `TENSORS` with the value zero, by their names."""
@@ -480,20 +470,15 @@ class ParameterState(Piece):
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
-        if (
-            gradient.dtype is self.parameter_dtype
-            and gradient.shape == self.shape
-            and gradient.layout is torch.strided
-            and (gradient.is_cpu or (gradient.device == self.local.device and not gradient.is_meta))
-        ):
-            return  # the usual case, without the checks below
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "
                 "use torch.optim.SparseAdam for this parameter"
             )
-        if gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != (self.dtype == torch.float64):
-            expected = "float64" if self.dtype == torch.float64 else "float32, bfloat16 or float16"
+        if gradient.dtype is not self.parameter_dtype and (
+            gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != self.is_double
+        ):
+            expected = "float64" if self.is_double else "float32, bfloat16 or float16"
             raise TypeError(
                 f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"
             )

@@ -22,7 +22,6 @@ from superadam.state.parameter import (
     ARRAYS,
     SECONDS,
     TENSORS,
-    Arithmetic,
     ParameterState,
     Pending,
     Piece,
@@ -45,29 +44,22 @@ class CoefficientTable:
     def __init__(self) -> None:
         self.sets: list[Coefficients] = []
         self._alive: list[Hyperparameters] = []  # so that no id in _index is used again
-        self._index: dict[tuple[int, int, Scale, Arithmetic, Interval | None], int] = {}
+        self._index: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
 
     def index(
         self,
         hyper: Hyperparameters,
         step: int,
         scale: Scale,
-        arithmetic: Arithmetic,
+        double: bool,
         interval: Interval | None = None,
     ) -> int:
         """Return the index of the coefficients of this step, with the interval test's where its proof holds."""
-        key = (id(hyper), step, scale, arithmetic, interval)
+        key = (id(hyper), step, scale, double, interval)
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self.sets)
-            coefficients = Coefficients.at_step(
-                hyper,
-                step,
-                scale.factor,
-                rounds=scale.rounds,
-                double=arithmetic is Arithmetic.DOUBLE,
-                compact=arithmetic is Arithmetic.COMPACT,
-            )
+            coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
             self._alive.append(hyper)
             self.sets.append(coefficients if interval is None else coefficients.over(interval) or coefficients)
         return index
@@ -132,8 +124,8 @@ class ParameterTable:
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
         self._rows["format"] = [piece.state.format for piece in self.pieces]
         self._rows["phase"] = [piece.state.first_threshold for piece in self.pieces]
-        self._arithmetic = np.array([piece.state.arithmetic for piece in self.pieces], np.int64)
-        self._only_arithmetic = {piece.state.arithmetic for piece in self.pieces}
+        self._is_double = np.array([piece.is_double for piece in self.pieces], bool)
+        self._are_alike = len({*self._is_double.tolist()}) == 1
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
         self._is_any_staged, self.has_copies = bool(self.is_staged.any()), not is_own_master.all()
         self._arrays: list[Tensor | None] = [None for _ in ARRAYS for _ in self.states]  # of all states, row by row
@@ -471,8 +463,8 @@ class ParameterTable:
     def indices_of(self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable) -> list[int]:
         """Return the coefficients that each of these gradients was captured with, after adding them to the table."""
         return [
-            coefficients.index(record.hyper, record.step, record.scale, Arithmetic(number), record.interval)
-            for record, number in zip(pending, self._arithmetic[rows], strict=True)
+            coefficients.index(record.hyper, record.step, record.scale, double, record.interval)
+            for record, double in zip(pending, self._is_double[rows].tolist(), strict=True)
         ]
 
     def indices_of_next_step(self, rows: Rows, runs: Runs, scale: Scale, coefficients: CoefficientTable) -> Indices:
@@ -484,13 +476,11 @@ class ParameterTable:
             begin += count
             steps = self.steps[part if rows is self.all_rows else rows[part]]
             first = int(steps[0]) if count else 0
-            if len(self._only_arithmetic) == 1 and np.count_nonzero(steps == first) == count:  # usual, and faster
-                indices[part] = coefficients.index(hyper, first + 1, scale, *self._only_arithmetic)
+            if self._are_alike and np.count_nonzero(steps == first) == count:  # usual, and faster
+                indices[part] = coefficients.index(hyper, first + 1, scale, bool(self._is_double[0]))
                 continue
-            keys = len(Arithmetic) * (steps + 1) + self._arithmetic[rows[part]]
-            distinct, inverse = np.unique(keys, return_inverse=True)
-            pairs = [divmod(int(key), len(Arithmetic)) for key in distinct]
-            found = [coefficients.index(hyper, step, scale, Arithmetic(number)) for step, number in pairs]
+            distinct, inverse = np.unique(2 * (steps + 1) + self._is_double[rows[part]], return_inverse=True)
+            found = [coefficients.index(hyper, key // 2, scale, key % 2 == 1) for key in distinct.tolist()]
             indices[part] = np.array(found, np.int32)[inverse]
         return indices
 

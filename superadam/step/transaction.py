@@ -490,7 +490,7 @@ class Transaction:
                 contribution.hyper,
                 int(steps[contribution.piece.state.row]) + 1,
                 contribution.scale,
-                contribution.piece.state.arithmetic,
+                contribution.piece.is_double,
             )
             for contribution in contributions
         ]
