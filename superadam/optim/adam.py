@@ -26,6 +26,7 @@ from superadam.optim.arguments import (
     check_together,
     checked_limit,
     checked_storage,
+    parameters_of,
     refuse_limit_of_shard,
 )
 from superadam.optim.binding import Binding, hyper_by_row, names_of, runs_of, untracked
@@ -338,11 +339,10 @@ class SpeculativeCPUAdam(Optimizer):
     def rollback(self) -> None:
         """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
         self._binding.drop()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                taken = None if parameter.grad is None else taken_of(parameter.grad)
-                if taken is not None:
-                    taken.leave_speculation()
+        for parameter in parameters_of(self):
+            taken = None if parameter.grad is None else taken_of(parameter.grad)
+            if taken is not None:
+                taken.leave_speculation()
 
     @_whole
     def commit(self) -> None:
@@ -383,10 +383,7 @@ class SpeculativeCPUAdam(Optimizer):
     @_whole
     def _adopt_sampled_writes(self) -> None:
         """Adopt outside writes as a step does."""
-        transaction = self._binding.bound(self.param_groups)
-        transaction.commit()
-        transaction.adopt_outside_writes()
-        transaction.adopt_sampled_writes()
+        self._binding.commit(self.param_groups, with_samples=True)
 
     @contextmanager
     def _encoded(self) -> Iterator[None]:

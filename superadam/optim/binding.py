@@ -312,12 +312,12 @@ class Binding(GradientHolder):
         if self.overlap is not None:
             self.overlap._catch_up()
 
-    def commit(self, groups: Groups) -> None:
-        """As `SpeculativeCPUAdam.commit`."""
+    def commit(self, groups: Groups, *, with_samples: bool = False) -> None:
+        """As `SpeculativeCPUAdam.commit`; `with_samples` as in `Transaction.adopt_outside_writes`."""
         if self.has_state:
             transaction = self.bound(groups)
             transaction.commit()
-            transaction.adopt_outside_writes()
+            transaction.adopt_outside_writes(with_samples=with_samples)
             self._refresh_held_entries(transaction)
 
     def drop(self) -> None:
@@ -402,8 +402,8 @@ class Binding(GradientHolder):
 
     def _tell_of_others(self, states: Sequence[ParameterState]) -> None:
         """Log how many parameters are stored in more bits than they were to be, once for each number of them."""
-        others = [state for state in states if state.storage.moments is not self.storage.moments]
-        others = [state for state in others if state.dtype != torch.float64]
+        wanted = self.storage.moments
+        others = [state for state in states if state.storage.moments is not wanted and not state.is_double]
         if others and len(others) != self._logged_others:
             self._logged_others = len(others)
             count, numel = (sum(state.shape.numel() for state in some) for some in (others, states))
@@ -427,9 +427,8 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
     if not fingerprints.are_of(parameters):
         return False
     moved = table.look()
-    for state in moved:
-        if _is_converted(state):
-            return False
+    if any(map(_is_converted, moved)):
+        return False
     for state in moved:
         fingerprints.distrust(state.row)
     return True

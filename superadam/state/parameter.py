@@ -296,7 +296,6 @@ class ParameterState(Piece):
         super().__init__(weakref.ref(self), 0, local.shape, _dense_strides(local), dtype, local.dtype)
         self.row, self.parameter, self.local, self.name = row, parameter, local, name
         on_host = local.is_cpu if is_on_host is None else is_on_host
-        self.is_contiguous_on_cpu = on_host and local.is_contiguous()
         self.is_staged = not on_host or local.stride() != self.strides
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.storage = storage.of(local)

@@ -60,14 +60,10 @@ class Storage(NamedTuple):
         masters = {Master.PLANES: Format.MASTER_24BIT}
         return moments.get(self.moments, Format.PLAIN) | masters.get(self.master, Format.PLAIN)
 
-    def bytes_of_moment(self, parameter: Tensor) -> float:
-        """Return the bytes of one element of a moment."""
+    def bytes_of(self, parameter: Tensor) -> tuple[float, int]:
+        """Return the bytes of one element of a moment, and of the master of a working copy."""
         if parameter.dtype == torch.float64:
-            return 8
-        return {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.CODES: 1 + 1 / compact.BLOCK}[
-            self.of(parameter).moments
-        ]
-
-    def bytes_of_master(self, parameter: Tensor) -> int:
-        """Return the bytes of one element of the master of a working copy."""
-        return 8 if parameter.dtype == torch.float64 else 3 if self.of(parameter).master is Master.PLANES else 4
+            return 8, 8
+        moments, master = self.of(parameter)
+        of_moment = {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.CODES: 1 + 1 / compact.BLOCK}
+        return of_moment[moments], 3 if master is Master.PLANES else 4

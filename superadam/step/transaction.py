@@ -583,13 +583,20 @@ class Transaction:
 
     # ---- outside writes ----------------------------------------------------------------------------------------------
 
-    def adopt_outside_writes(self, states: Sequence[ParameterState] | None = None) -> None:
-        """Compare parameters with their masters and adopt what differs; by default where something hints at a write."""
+    def adopt_outside_writes(
+        self, states: Sequence[ParameterState] | None = None, *, with_samples: bool = False
+    ) -> None:
+        """Compare parameters with their masters and adopt what differs; by default where something hints at a write.
+
+        `with_samples`: also writes that left no hint, as far as a step would find them; nothing may be accepted.
+        """
         with self._timed("commit_seconds"):
             if states is None:
                 rows = self.table.fingerprints.seen_hints(self.table.all_rows)  # bound() has just looked
                 states = [state for row in rows if has_memory((state := self.table.states[row]).local)]
             self._adopt(states)
+            if with_samples:
+                self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
         if not states:
@@ -606,11 +613,6 @@ class Transaction:
         for state in states:
             self.distrust(state)
             self.table.adopt_outside_write(state)
-
-    def adopt_sampled_writes(self) -> None:
-        """Adopt outside writes that left no hint, as far as a step would find them; nothing may be accepted."""
-        with self._timed("commit_seconds"):
-            self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
     def _make_ready(self, states: Sequence[ParameterState], rows: Rows, runs: Runs) -> bool:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
