@@ -410,6 +410,4 @@ def usual_float_mode() -> AbstractContextManager[None]:
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:
     """Return `values[0] + values[1] + ...`, added in this order in fp64."""
-    if not values.flags.c_contiguous:
-        values = values.copy()
-    return float(lib.superadam_sum(ffi.from_buffer("double[]", values), len(values)))
+    return float(lib.superadam_sum(ffi.from_buffer("double[]", np.ascontiguousarray(values)), len(values)))

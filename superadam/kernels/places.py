@@ -98,7 +98,7 @@ def compare(tensors: Sequence[Tensor | None], before: Places) -> tuple[list[int]
     """Return which tensors have other memory or another layout; the versions of all; and how many of those are new."""
     versions, rows = np.empty(len(tensors), np.int64), np.empty(len(tensors), np.int64)
     moved, changed = _compare(tuple(tensors), before, versions, rows)
-    return rows[:moved].tolist() if moved else [], versions, changed
+    return rows[:moved].tolist(), versions, changed
 
 
 def gradients_of(

@@ -225,11 +225,6 @@ def _read_group(group: Mapping[str, Any], own_group: Mapping[str, Any], index: i
     return copied
 
 
-def is_fitted(tensor: Tensor, state: ParameterState, key: str) -> bool:
-    """Whether kernels can work in place on a tensor, which was checked."""
-    return key not in state.encodings and tensor.dtype == state.dtype_of(key) and state.has_layout(tensor)
-
-
 def check_arrays(state: ParameterState) -> None:
     """Raise ValueError unless kernels can still work on every tensor of a state."""
     for key in ARRAYS:

@@ -201,7 +201,7 @@ def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: Paramet
     """Give a state the value of an entry, this rank's part of it, which was checked."""
     if value is None:
         state.forget(key)
-    elif checkpoint.is_fitted(value, state, key):
+    elif key not in state.encodings and value.dtype == state.dtype_of(key) and state.has_layout(value):
         state.shown[key] = Shown()
         state.put({key: value})
     else:

@@ -57,8 +57,8 @@ class Storage(NamedTuple):
     def format(self) -> Format:
         """How kernels are to read and write it."""
         moments = {Moments.BFLOAT16: Format.MOMENTS_BFLOAT16, Moments.CODES: Format.MOMENTS_8BIT}
-        masters = {Master.PLANES: Format.MASTER_24BIT}
-        return moments.get(self.moments, Format.PLAIN) | masters.get(self.master, Format.PLAIN)
+        master = Format.MASTER_24BIT if self.master is Master.PLANES else Format.PLAIN
+        return moments.get(self.moments, Format.PLAIN) | master
 
     def bytes_of(self, parameter: Tensor) -> tuple[float, int]:
         """Return the bytes of one element of a moment, and of the master of a working copy."""

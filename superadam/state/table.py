@@ -43,26 +43,20 @@ class CoefficientTable:
 
     def __init__(self) -> None:
         self.sets: list[Coefficients] = []
-        self._alive: list[Hyperparameters] = []  # so that no id in _index is used again
-        self._index: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
+        # With the hyper-parameters, so that no id in a key is used again.
+        self._found: dict[tuple[int, int, Scale, bool, Interval | None], tuple[int, Hyperparameters]] = {}
 
     def index(
-        self,
-        hyper: Hyperparameters,
-        step: int,
-        scale: Scale,
-        double: bool,
-        interval: Interval | None = None,
+        self, hyper: Hyperparameters, step: int, scale: Scale, double: bool, interval: Interval | None = None
     ) -> int:
         """Return the index of the coefficients of this step, with the interval test's where its proof holds."""
         key = (id(hyper), step, scale, double, interval)
-        index = self._index.get(key)
-        if index is None:
-            index = self._index[key] = len(self.sets)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = len(self.sets), hyper
             coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
-            self._alive.append(hyper)
             self.sets.append(coefficients if interval is None else coefficients.over(interval) or coefficients)
-        return index
+        return found[0]
 
     def array(self) -> npt.NDArray[np.void]:
         """Return the sets as kernels read them."""
