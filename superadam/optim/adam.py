@@ -383,6 +383,7 @@ class SpeculativeCPUAdam(Optimizer):
     @_whole
     def _adopt_sampled_writes(self) -> None:
         """Adopt outside writes as a step does."""
+        self._binding.bound(self.param_groups)  # refuses parameters of which nothing can be saved
         self._binding.commit(self.param_groups, with_samples=True)
 
     @contextmanager

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -214,21 +213,11 @@ class Binding(GradientHolder):
                     warn_of_others(parameters, names)
             return transaction
         if self._transaction.table.is_any_held:
-            self._read(self._transaction, looks=looks)
+            with self._transaction.lock:
+                self.published.read_edited(self._transaction.table)
+                if looks:
+                    self.published.look(self._transaction.table)
         return self._transaction
-
-    def _read(self, transaction: Transaction, *, looks: bool) -> None:
-        """Bring rows that programs edited up to date with the published state; find out what they hold if asked to."""
-        table = transaction.table
-        with transaction.lock:
-            moved = table.moved_arrays(np.flatnonzero(table.is_held))
-            edited = self.published.edited(table, moved)
-            for state in edited:
-                if not state.is_accepted:  # nothing was speculated on: that reads no state that programs may hold
-                    self.published.read(state, table, moved.get(state.row, ()))
-            self.published.let_go(edited)
-            if looks:
-                self.published.look(table)
 
     def look(self) -> None:
         """Find out which state programs hold, where they were given any; changes nothing that they can see."""

@@ -23,7 +23,7 @@ from superadam.optim.entry import Encoded, Entry
 from superadam.state.parameter import ARRAYS, TENSORS, ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # which every entry has; the other tensors are optional
-_OURS = {"step", *TENSORS}
+OURS = ("step", *TENSORS)
 LATER_GROUP_KEYS = {
     "amsgrad": False,
     "maximize": False,
@@ -78,7 +78,7 @@ def fitted_step(value: object, count: int) -> Tensor:
 
 def is_of_others(entry: object) -> bool:
     """Whether this is an entry in which only others keep something, such as a Lookahead's slow weights."""
-    return isinstance(entry, dict) and not entry.keys() & _OURS
+    return isinstance(entry, dict) and not entry.keys() & OURS
 
 
 def _is_dense(value: object, shape: torch.Size) -> bool:
@@ -256,7 +256,7 @@ def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles)
             else:
                 copied[key] = state.whole(state.host_copy(entry[key], state.dtype_of(key)))
             mapped.release(entry[key])
-    copied.update({key: _cast(value, state.parameter) for key, value in entry.items() if key not in _OURS})
+    copied.update({key: _cast(value, state.parameter) for key, value in entry.items() if key not in OURS})
     return copied
 
 

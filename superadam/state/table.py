@@ -391,16 +391,6 @@ class ParameterTable:
         """Whether kernels on the CPU read and write all of these rows where they are."""
         return not self._is_any_staged or not self.is_staged[rows].any()
 
-    def step_at_once(
-        self, segments: Segments, coefficients: CoefficientTable, indices: Indices, max_norm: float
-    ) -> native.Verdict:
-        """Make one step in place by a job that reads its gradients, unless one is Inf or NaN."""
-        segments["coefficients"] = indices
-        try:
-            return native.step(segments, coefficients.array(), self.norm.sums, self.norm.nonfinite, max_norm)
-        finally:
-            self.norm.clear()
-
     def prepared_update(
         self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices
     ) -> Callable[[], None]:

@@ -272,10 +272,13 @@ class Transaction:
         table, rows, runs = self.table, gradients.rows, gradients.runs
         segments, coefficients = gradients.job(table), CoefficientTable()
         if self.ranks is None and table.is_reached(rows) and table.are_ready(rows, runs):
-            indices = table.indices_of_next_step(rows, runs, Scale(), coefficients)
+            segments["coefficients"] = table.indices_of_next_step(rows, runs, Scale(), coefficients)
             count = table.prepared_count(rows)
             limit = math.inf if max_norm is None else max_norm
-            verdict = table.step_at_once(segments, coefficients, indices, limit)
+            try:
+                verdict = native.step(segments, coefficients.array(), table.norm.sums, table.norm.nonfinite, limit)
+            finally:
+                table.norm.clear()
             outcome = outcome_of(verdict.norm, verdict.nonfinite, verdict.clip)
             self.statistics.norm_seconds += verdict.seconds
             begin += verdict.seconds
