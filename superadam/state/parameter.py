@@ -22,7 +22,8 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
-from superadam.kernels.torch_private import dtensor_like, version_of
+from superadam.kernels.places import VERSION, places_of
+from superadam.kernels.torch_private import dtensor_like
 from superadam.state import compact
 from superadam.state.storage import Master, Moments
 from superadam.state.storage import Storage as Storage
@@ -511,12 +512,8 @@ class ParameterState(Piece):
 
     @property
     def master_version(self) -> int:
-        """Version counter of the master, which kernels leave alone; -1 where none is counted."""
-        whole = self.wholes.get("master")
-        try:
-            return -1 if self.master is None else version_of(self.master) + (0 if whole is None else version_of(whole))
-        except RuntimeError:  # made in inference mode
-            return -1
+        """Version counter of the master, which kernels leave alone, with that of its whole."""
+        return int(places_of([self.master, self.wholes.get("master")])[:, VERSION].sum())
 
     def check_largest(self, *, is_wanted: bool) -> None:
         """Raise ValueError where the largest second moment is wanted and cannot be stored."""

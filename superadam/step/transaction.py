@@ -64,7 +64,7 @@ class _Contribution:
         return self.pending is not None and self.pending.is_resident
 
     def apply_factors(self, products: _Products) -> None:
-        """Replace the gradient by torch's product with its factors, where kernels would round differently."""
+        """Take the gradient as it is now: torch's product with its factors, which kernels may round differently."""
         assert self.taken is not None
         if self.taken not in products:
             products[self.taken] = self.piece.state.host_gradient(self.taken.scaled())
@@ -308,24 +308,17 @@ class Transaction:
             if isinstance(gradient, Tensor):
                 contributions += [_Contribution(piece, hyper, piece.elements_of(gradient)) for piece in state.pieces]
                 continue
-            scale, whole = gradient.scale() if gradient.factors else 1.0, None
+            scale = gradient.scale() if gradient.factors else 1.0
             for piece in state.pieces:
-                pending = piece.pending
-                if pending is not None and piece.waits_with(gradient):
-                    contribution = _Contribution(
-                        piece, hyper, pending.gradient, taken=gradient, waits=True, pending=pending
-                    )
+                pending = piece.pending if piece.waits_with(gradient) else None
+                values = gradient.ready() if pending is None else pending.gradient
+                contribution = _Contribution(piece, hyper, values, Scale(), gradient, pending is not None, pending)
+                if pending is None or scale is None:
+                    contribution.apply_factors(products)
+                elif gradient.factors:
+                    contribution.scale = Scale.recorded(scale, gradient.exact_dtype)
+                if pending is not None:
                     del others[piece]
-                else:
-                    contribution = _Contribution(piece, hyper, gradient.ready(), taken=gradient)
-                if gradient.factors:
-                    if scale is None or contribution.pending is None:
-                        contribution.apply_factors(products)
-                    else:
-                        contribution.scale = Scale.recorded(scale, gradient.exact_dtype)
-                elif contribution.pending is None:
-                    whole = state.host_gradient(contribution.gradient) if whole is None else whole
-                    contribution.gradient = piece.elements_of(whole)
                 contributions.append(contribution)
         return contributions, list(others)
 
