@@ -46,7 +46,7 @@ def _place_of(tensor: Tensor | None) -> tuple[int, ...]:
     return address, key, size, layout, version
 
 
-_looks = torch_private.looks
+_looks = torch_private.looks  # None: public names find the same
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -198,6 +198,8 @@ class Piece:
         shape, strides: of its tensors: the parameter's, or one dimension where that is cut.
         dtype: that steps compute in, and of masters: fp32, or fp64 for fp64 parameters.
         parameter_dtype: of the working copy.
+        is_double: whether steps compute in fp64.
+        is_narrow: whether the parameter's dtype is narrower than its master's: new values of many factors are one.
         reference: the weak reference to the parameter's state that all share, so that taking a gradient makes none.
         state: of the parameter; found in C, because passes ask often.
     """
@@ -216,6 +218,7 @@ class Piece:
     ) -> None:
         self.reference, self.begin, self.shape, self.strides = reference, begin, shape, strides
         self.dtype, self.parameter_dtype = dtype, parameter_dtype
+        self.is_double, self.is_narrow = dtype == torch.float64, parameter_dtype in NARROWER
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
 
@@ -228,16 +231,6 @@ class Piece:
     def working_copy(self) -> Tensor:
         """These elements of the parameter."""
         return self.elements_of(self.state.local)
-
-    @property
-    def is_double(self) -> bool:
-        """Whether steps compute in fp64."""
-        return self.dtype == torch.float64
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
-        return self.parameter_dtype in NARROWER
 
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of a tensor of this shape on the CPU, in this layout."""
@@ -266,6 +259,7 @@ class ParameterState(Piece):
     Attributes:
         parameter: the model's tensor, whose `.grad` counts.
         local: this rank's part of it, on which kernels work; without DTensor the same tensor. So are all tensors below.
+        is_distributed: whether the model's tensor is a DTensor.
         parameter_dtype, shape: of `local` when it was bound.
         name: in error messages.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
@@ -296,6 +290,7 @@ class ParameterState(Piece):
         dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
         super().__init__(weakref.ref(self), 0, local.shape, _dense_strides(local), dtype, local.dtype)
         self.row, self.parameter, self.local, self.name = row, parameter, local, name
+        self.is_distributed = local is not parameter
         on_host = local.is_cpu if is_on_host is None else is_on_host
         self.is_staged = not on_host or local.stride() != self.strides
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
@@ -340,11 +335,6 @@ class ParameterState(Piece):
     def waits_with(self, taken: TakenGradient) -> bool:
         """Whether this gradient waits for its verdict with all pieces, unchanged."""
         return all(piece.waits_with(taken) for piece in self.cuts) if self.cuts else super().waits_with(taken)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the model's tensor is a DTensor."""
-        return self.local is not self.parameter
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient; raise TypeError unless it is distributed as the parameter."""

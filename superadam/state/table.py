@@ -68,6 +68,7 @@ class ParameterTable:
 
     Attributes:
         states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
+        numel: elements of all parameters.
         is_distributed: whether any of them is a DTensor.
         is_cut: whether any of them is cut.
         pieces, owners: of each row, the piece, and the row of its parameter.
@@ -90,6 +91,7 @@ class ParameterTable:
         self.is_distributed = any(state.is_distributed for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
+        self.numel = sum(state.shape.numel() for state in self.states)
         parts = [state.local for state in self.states]
         self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)
         self.steps = np.zeros(len(self.states), np.int64)
@@ -129,11 +131,6 @@ class ParameterTable:
             self._point_at(state, ARRAYS)
             self._point_at_parameter(state)
             state.watch(self._point_at)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return int(self._rows["length"][: len(self.states)].sum())
 
     def _point_at(self, state: ParameterState, names: Collection[str]) -> None:
         """Let the rows of a state point at these arrays, which were created, moved, replaced or dropped."""
