@@ -115,7 +115,7 @@ class Entry(dict[str, Any]):
     __hash__ = None
 
     def popitem(self) -> tuple[str, Any]:
-        self.copy()
+        self.copy()  # which decodes all
         return super().popitem()
 
     def __repr__(self) -> str:

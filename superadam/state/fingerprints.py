@@ -31,7 +31,7 @@ def _versions(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
 
 
 class Fingerprints:
-    """The place of each of a fixed list of parameters, which are called by their row in it; `layouts` are its `LAYOUT`.
+    """The place of each of a fixed list of parameters, which are called by their row in it.
 
     Where some are DTensors, `parameters` holds their parts on this rank, and `wholes` the DTensors. Writes are counted
     by the one or the other, so that a version is the sum of both.
@@ -43,7 +43,7 @@ class Fingerprints:
         self._known = self._places(range(len(self._parameters)))
         # By column, or taken: numpy's index of two dimensions fails without an error where memory has run out.
         self._known_addresses, self._known_versions = self._known[:, ADDRESS], self._known[:, VERSION]
-        self.layouts = self._known[:, LAYOUT]
+        self.layouts = self._known[:, LAYOUT]  # of each parameter where it lay
         self._seen_versions = self._known_versions.copy()
         self._may_be_hinted = True  # unless `look` finds that none is, and none is distrusted since then
         self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
