@@ -19,11 +19,11 @@ from gpucheck.programs import MARK, measuring, tell
 from superadam.cli.bench import passes
 from superadam.cli.bench.arrays import HYPERPARAMETERS, STEP, PassArrays
 from superadam.cli.bench.pairs import compare
+from superadam.cli.traffic import bytes_per_element
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 from superadam.kernels.resident_step import ResidentStep
-from superadam.kernels.traffic import bytes_per_element
 
 
 @dataclass(frozen=True, slots=True)

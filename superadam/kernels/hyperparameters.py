@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superadam.kernels.memory import has_memory
 from superadam.kernels.native import Flag
+from superadam.kernels.places import has_memory
 
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 _PRODUCT_IN_BFLOAT16 = 2.0**-8  # relative error of a product that is rounded to bf16
@@ -230,7 +230,7 @@ class Coefficients:
     bc2s: float
     eps: float
     flags: Flag
-    turn: int = 0  # of 2^32; only where state is stored in fewer bits
+    turn: int = 0  # of 2^32; counts only where state is stored in fewer bits
     interval: IntervalScalars | None = None  # None where only `s` is covered
 
     @staticmethod
@@ -241,28 +241,17 @@ class Coefficients:
         *,
         rounds: bool = False,
         double: bool = False,
-        compact: bool = False,
     ) -> Coefficients:
         """Return the scalars of step `step`, counted from 1, rounded to fp32, or with `double` to fp64.
 
-        `scale` and `rounds` are those of a `Scale`; `compact`: state is stored in fewer bits.
+        `scale` and `rounds` are those of a `Scale`.
         """
 
         s = _rounded(scale, double)
         flags, (decay, wd, w, b2, c2, eps) = _constants(hyper, s != 1.0, rounds, double)
-        return Coefficients(
-            s=s,
-            decay=decay,
-            wd=wd,
-            w=w,
-            b2=b2,
-            c2=c2,
-            nss=_rounded(-(hyper.lr / (1.0 - beta_power(hyper.beta1, step))), double),
-            bc2s=_rounded(math.sqrt(1.0 - beta_power(hyper.beta2, step)), double),
-            eps=eps,
-            flags=flags,
-            turn=turn_of(step) if compact else 0,
-        )
+        nss = _rounded(-(hyper.lr / (1.0 - beta_power(hyper.beta1, step))), double)
+        bc2s = _rounded(math.sqrt(1.0 - beta_power(hyper.beta2, step)), double)
+        return Coefficients(s, decay, wd, w, b2, c2, nss, bc2s, eps, flags, turn_of(step))
 
     def over(self, interval: Interval) -> Coefficients | None:
         """Return these scalars with those of the interval test; None where its proof (docs/clipping.md) does not hold.

@@ -368,13 +368,7 @@ def differing(
     return found[:number]
 
 
-def copy(
-    targets: npt.NDArray[np.uint64],
-    sources: npt.NDArray[np.uint64],
-    numbers: npt.NDArray[np.int64],
-    *,
-    threads: int | None = None,
-) -> None:
+def copy(targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], numbers: npt.NDArray[np.int64]) -> None:
     """Copy so many bytes from each source address to its target address, with the GIL released.
 
     As for `run`, the memory must be there; targets overlap nothing.
@@ -384,7 +378,7 @@ def copy(
         ffi.from_buffer("void *[]", sources),
         ffi.from_buffer("int64_t[]", numbers),
         len(numbers),
-        threads or _num_threads or get_num_threads(),
+        _num_threads or get_num_threads(),
     )
 
 
@@ -416,6 +410,4 @@ def usual_float_mode() -> AbstractContextManager[None]:
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:
     """Return `values[0] + values[1] + ...`, added in this order in fp64."""
-    if not values.flags.c_contiguous:
-        values = values.copy()
-    return float(lib.superadam_sum(ffi.from_buffer("double[]", values), len(values)))
+    return float(lib.superadam_sum(ffi.from_buffer("double[]", np.ascontiguousarray(values)), len(values)))

@@ -46,47 +46,42 @@ def _place_of(tensor: Tensor | None) -> tuple[int, ...]:
     return address, key, size, layout, version
 
 
-def _look_in_python(tensors: Sequence[Tensor | None], places: Places) -> None:
-    for row, tensor in enumerate(tensors):
-        places[row] = _place_of(tensor)
+_looks = torch_private.looks  # None: public names find the same
 
 
-def _compare_in_python(
-    tensors: Sequence[Tensor | None], known: Places, versions: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-) -> tuple[int, int]:
-    places = np.empty_like(known)
-    _look_in_python(tensors, places)
-    versions[:] = places[:, VERSION]
-    moved = np.flatnonzero((places[:, :VERSION] != known[:, :VERSION]).any(axis=1))
-    rows[: len(moved)] = moved
-    return len(moved), int(np.count_nonzero(versions != known[:, VERSION]))
-
-
-def _gradients_in_python(
-    parameters: Sequence[Tensor], layouts: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]
-) -> tuple[list[Tensor | None], int, int]:
-    found = [parameter.grad for parameter in parameters]
-    addresses[:] = 0  # all of them are looked at one by one
-    return found, sum(gradient is not None for gradient in found), 0
-
-
-_look = getattr(torch_private.looks, "look", _look_in_python)
-_compare = getattr(torch_private.looks, "compare", _compare_in_python)
-_gradients = getattr(torch_private.looks, "gradients", _gradients_in_python)
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    try:
+        return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
+    except NotImplementedError:  # of a transform of torch.func, which reads another tensor
+        return True
 
 
 def places_of(tensors: Sequence[Tensor | None]) -> Places:
     """Return where these tensors lie now; None lies nowhere."""
     places = np.empty((len(tensors), len(_NOTHING)), np.int64)
-    _look(tuple(tensors), places)
+    if _looks is not None:
+        _looks.look(tuple(tensors), places)
+    else:
+        for row, tensor in enumerate(tensors):
+            places[row] = _place_of(tensor)
     return places
 
 
 def compare(tensors: Sequence[Tensor | None], before: Places) -> tuple[list[int], npt.NDArray[np.int64], int]:
     """Return which tensors have other memory or another layout; the versions of all; and how many of those are new."""
+    if _looks is None:
+        places = places_of(tensors)
+        moved = np.flatnonzero((places[:, :VERSION] != before[:, :VERSION]).any(axis=1))
+        versions = places[:, VERSION]
+        return moved.tolist(), versions, int(np.count_nonzero(versions != before[:, VERSION]))
     versions, rows = np.empty(len(tensors), np.int64), np.empty(len(tensors), np.int64)
-    moved, changed = _compare(tuple(tensors), before, versions, rows)
-    return rows[:moved].tolist() if moved else [], versions, changed
+    count, changed = _looks.compare(tuple(tensors), before, versions, rows)
+    return rows[:count].tolist(), versions, changed
 
 
 def gradients_of(
@@ -96,6 +91,9 @@ def gradients_of(
 
     Those are tensors of torch's own class that lie in memory as a `LAYOUT` says; the address of all others is 0.
     """
-    addresses = np.empty(len(parameters), np.uint64)
-    gradients, present, plain = _gradients(tuple(parameters), layouts, addresses)
+    addresses = np.zeros(len(parameters), np.uint64)
+    if _looks is None:  # all of them are looked at one by one
+        found = [parameter.grad for parameter in parameters]
+        return found, addresses, sum(gradient is not None for gradient in found), 0
+    gradients, present, plain = _looks.gradients(tuple(parameters), layouts, addresses)
     return gradients, addresses, present, plain

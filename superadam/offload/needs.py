@@ -38,7 +38,8 @@ def needs_of(
     """
     numel, size = parameter.numel(), parameter.element_size()
     is_own_master = is_on_host and size == max(size, torch.float32.itemsize)
-    each = (2 + amsgrad) * storage.bytes_of_moment(parameter) + (not is_own_master) * storage.bytes_of_master(parameter)
+    moment, master = storage.bytes_of(parameter)
+    each = (2 + amsgrad) * moment + (not is_own_master) * master
     on_link = dtype_on_link(parameter, transfer_dtype).itemsize
     return HostNeeds(
         state=math.ceil(each * numel),
@@ -86,7 +87,7 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
 
 def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement, storage: Storage) -> HostNeeds:
     binding, groups = optimizer._binding, optimizer.param_groups
-    run, entries = HostNeeds(), binding.entries(groups, adopts=False)
+    run, entries = HostNeeds(), binding.entries(groups, is_given=False)
     leaving = elements = widest = 0
     for group in groups:
         for parameter in (one for one in group["params"] if one.requires_grad):

@@ -113,7 +113,7 @@ class Transfers(NewValues):
             state, gradient = piece.state, taken.pending
             if device.is_host(gradient):
                 is_narrowed = self._is_narrowed(taken)
-                if is_narrowed or not state.lies_as_read(gradient):
+                if is_narrowed or not state.has_layout(gradient):
                     gradient = taken.ready()
                 if is_narrowed:
                     gradient = gradient.to(dtype_on_link(gradient, self.transfer_dtype))

@@ -26,6 +26,7 @@ from superadam.optim.arguments import (
     check_together,
     checked_limit,
     checked_storage,
+    parameters_of,
     refuse_limit_of_shard,
 )
 from superadam.optim.binding import Binding, hyper_by_row, names_of, runs_of, untracked
@@ -269,27 +270,23 @@ class SpeculativeCPUAdam(Optimizer):
         return self._make_step()
 
     def _make_step(self) -> StepOutcome:
+        verdicts = self._verdicts
         with self._binding.on_all_ranks(Question.STEP, self.param_groups):
-            outcome = self._judged_step()
-        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
+            transaction = self._binding.bound(self.param_groups)
+            limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
+            if self._binding.is_flattened:
+                refuse_limit_of_shard(limit)
+            gradients = gather(transaction.table, runs_of(self.param_groups))
+            with deferred_signals():  # a step is made wholly or not at all
+                outcome, applied = transaction.step(gradients, limit)
+                verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
+                setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
+                self._binding.conclude(outcome, applied)
+        if outcome.kind is StepKind.SKIPPED and (verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
                 "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
             )
-        return outcome
-
-    def _judged_step(self) -> StepOutcome:
-        transaction = self._binding.bound(self.param_groups)
-        verdicts = self._verdicts
-        limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
-        if self._binding.is_flattened:
-            refuse_limit_of_shard(limit)
-        gradients = gather(transaction.table, runs_of(self.param_groups))
-        with deferred_signals():  # a step is made wholly or not at all
-            outcome, applied = transaction.step(gradients, limit)
-            verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
-            setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
-            self._binding.conclude(outcome, applied)
         return outcome
 
     @_whole
@@ -328,7 +325,7 @@ class SpeculativeCPUAdam(Optimizer):
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
         able = transaction.able_to_speculate(pieces_of(gradients), hyper)
-        slots = dict(zip(able, table.new_values.shadows(able), strict=True))
+        slots = table.new_values.shadows(able)
         table.bring_home(pieces_of(gradients))
         transaction.speculate(
             {
@@ -342,11 +339,10 @@ class SpeculativeCPUAdam(Optimizer):
     def rollback(self) -> None:
         """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
         self._binding.drop()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                taken = None if parameter.grad is None else taken_of(parameter.grad)
-                if taken is not None:
-                    taken.leave_speculation()
+        for parameter in parameters_of(self):
+            taken = None if parameter.grad is None else taken_of(parameter.grad)
+            if taken is not None:
+                taken.leave_speculation()
 
     @_whole
     def commit(self) -> None:
@@ -387,10 +383,8 @@ class SpeculativeCPUAdam(Optimizer):
     @_whole
     def _adopt_sampled_writes(self) -> None:
         """Adopt outside writes as a step does."""
-        transaction = self._binding.bound(self.param_groups)
-        transaction.commit()
-        transaction.adopt_outside_writes()
-        transaction.adopt_sampled_writes()
+        self._binding.bound(self.param_groups)  # refuses parameters of which nothing can be saved
+        self._binding.commit(self.param_groups, with_samples=True)
 
     @contextmanager
     def _encoded(self) -> Iterator[None]:
@@ -416,9 +410,7 @@ class SpeculativeCPUAdam(Optimizer):
         A master that is written to in place counts. One that is put in its place counts, as a loaded one, where it
         rounds to the parameter's value: elsewhere the parameter does, so write to that, or to both.
         """
-        entries = self._binding.entries(self.param_groups)
-        self._binding.expose()
-        return entries
+        return self._binding.entries(self.param_groups)
 
     @state.setter
     @untracked
@@ -524,9 +516,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         with self._binding.lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-            entries = self._binding.entries(self.param_groups)
-            self._binding.expose()
-            return {**values, "_storage": self._storage, "state": entries}
+            return {**values, "_storage": self._storage, "state": self._binding.entries(self.param_groups)}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

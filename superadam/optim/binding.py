@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -29,14 +28,16 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.memory import has_memory
+from superadam.kernels.places import has_memory
 from superadam.optim.arguments import is_flattened
+from superadam.optim.entry import Lock
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, Storage, pieces_of
 from superadam.state.resident import ResidentStates
-from superadam.state.table import ParameterTable
+from superadam.state.table import ParameterTable, Runs
+from superadam.step.gradients import hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
@@ -71,14 +72,14 @@ def names_of(group: dict[str, Any], index: int) -> list[str]:
     return [f"parameter {k} of group {index}" for k in range(count)]
 
 
-def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
+def runs_of(groups: Groups) -> Runs:
     """Return the present hyper-parameters of each group, and its number of parameters."""
     return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
 
 
 def hyper_by_row(groups: Groups) -> list[Hyperparameters]:
     """Return the present hyper-parameters of each parameter."""
-    return [hyper for hyper, count in runs_of(groups) for _ in range(count)]
+    return hyper_of_each(runs_of(groups))
 
 
 class Overlap(Protocol):
@@ -109,16 +110,10 @@ class GradientSource(Protocol):
         """Called before each verdict; raises what has failed since the last one."""
 
 
-class ProcessLock:
-    """Returns a reentrant lock of this process: another thread may have held its parent's when that forked."""
-
-    def __init__(self) -> None:
-        self._locks: dict[int, AbstractContextManager[object]] = {}
-
-    def __call__(self) -> AbstractContextManager[object]:
-        """Return the lock."""
-        process = os.getpid()
-        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
+def _lock_of_process() -> Lock:
+    """Return what returns a reentrant lock of this process: another thread may have held its parent's at a fork."""
+    locks: dict[int, AbstractContextManager[object]] = {}
+    return lambda: locks.get(os.getpid()) or locks.setdefault(os.getpid(), threading.RLock())
 
 
 class Binding(GradientHolder):
@@ -135,7 +130,7 @@ class Binding(GradientHolder):
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
-        self._lock = ProcessLock()
+        self._lock = _lock_of_process()
         self.published = PublishedState(entries, self._lock)
         self.overlap: Overlap | None = None
         self.source: GradientSource | None = None
@@ -218,21 +213,11 @@ class Binding(GradientHolder):
                     warn_of_others(parameters, names)
             return transaction
         if self._transaction.table.is_any_held:
-            self._read(self._transaction, looks=looks)
+            with self._transaction.lock:
+                self.published.read_edited(self._transaction.table)
+                if looks:
+                    self.published.look(self._transaction.table)
         return self._transaction
-
-    def _read(self, transaction: Transaction, *, looks: bool) -> None:
-        """Bring rows that programs edited up to date with the published state; find out what they hold if asked to."""
-        table = transaction.table
-        with transaction.lock:
-            moved = table.moved_arrays(np.flatnonzero(table.is_held))
-            edited = self.published.edited(table, moved)
-            for state in edited:
-                if not state.is_accepted:  # nothing was speculated on: that reads no state that programs may hold
-                    self.published.read(state, table, moved.get(state.row, ()))
-            self.published.let_go(edited)
-            if looks:
-                self.published.look(table)
 
     def look(self) -> None:
         """Find out which state programs hold, where they were given any; changes nothing that they can see."""
@@ -241,16 +226,12 @@ class Binding(GradientHolder):
             with transaction.lock:
                 self.published.look(transaction.table)
 
-    def expose(self) -> None:
-        """Note that programs are given references to the published state."""
-        if self._transaction is not None:
-            self._transaction.expose()
-
     @untracked
-    def entries(self, groups: Groups, *, adopts: bool = True) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing accepted steps, and adopting outside writes where `adopts`.
+    def entries(self, groups: Groups, *, is_given: bool = True) -> defaultdict[Tensor, Any]:
+        """Return the published state after committing accepted steps.
 
-        Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
+        Where it `is_given` to programs, outside writes are adopted first. Where binding fails, it is returned
+        unchanged: a step refuses it, and until then it can be corrected.
         """
         with self.lock:
             self._catch_up()
@@ -258,10 +239,13 @@ class Binding(GradientHolder):
                 try:
                     transaction = self.bound(groups, looks=False)  # programs will be given all of it
                 except (TypeError, ValueError):
-                    adopts = False
-                if adopts:
-                    transaction.adopt_outside_writes()
+                    pass
+                else:
+                    if is_given:
+                        transaction.adopt_outside_writes()
                 self._refresh_entries()
+            if is_given and self._transaction is not None:
+                self._transaction.expose()
             return self.published.entries
 
     @untracked
@@ -286,7 +270,7 @@ class Binding(GradientHolder):
     def detach(self, groups: Groups) -> None:
         """Work without a scheduler again; it must have nothing under way."""
         with self.lock:
-            self.entries(groups, adopts=False)
+            self.entries(groups, is_given=False)
             with deferred_signals():
                 self._forget_binding()
                 self.overlap = None
@@ -317,12 +301,12 @@ class Binding(GradientHolder):
         if self.overlap is not None:
             self.overlap._catch_up()
 
-    def commit(self, groups: Groups) -> None:
-        """As `SpeculativeCPUAdam.commit`."""
+    def commit(self, groups: Groups, *, with_samples: bool = False) -> None:
+        """As `SpeculativeCPUAdam.commit`; `with_samples` as in `Transaction.adopt_outside_writes`."""
         if self.has_state:
             transaction = self.bound(groups)
             transaction.commit()
-            transaction.adopt_outside_writes()
+            transaction.adopt_outside_writes(with_samples=with_samples)
             self._refresh_held_entries(transaction)
 
     def drop(self) -> None:
@@ -349,7 +333,7 @@ class Binding(GradientHolder):
         """Bring those of `entries` up to date of which programs hold something."""
         table = transaction.table
         held = table.held_states()
-        transaction.commit_held()
+        transaction.commit_of(held)
         table.bring_home(pieces_of(held))
         self.published.write(table, held)
 
@@ -360,7 +344,7 @@ class Binding(GradientHolder):
         self._transaction.drop()  # the gradients in `.grad` still count
         self._refresh_entries()
         table = self._transaction.table
-        return {state.parameter: state for state in table.states if not _is_converted(state, table)}
+        return {state.parameter: state for state in table.states if not _is_converted(state)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known = self._unbind()
@@ -407,8 +391,8 @@ class Binding(GradientHolder):
 
     def _tell_of_others(self, states: Sequence[ParameterState]) -> None:
         """Log how many parameters are stored in more bits than they were to be, once for each number of them."""
-        others = [state for state in states if state.storage.moments is not self.storage.moments]
-        others = [state for state in others if state.dtype != torch.float64]
+        wanted = self.storage.moments
+        others = [state for state in states if state.storage.moments is not wanted and not state.is_double]
         if others and len(others) != self._logged_others:
             self._logged_others = len(others)
             count, numel = (sum(state.shape.numel() for state in some) for some in (others, states))
@@ -432,20 +416,17 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
     if not fingerprints.are_of(parameters):
         return False
     moved = table.look()
-    for state in moved:
-        if _is_converted(state, table):
-            return False
+    if any(map(_is_converted, moved)):
+        return False
     for state in moved:
         fingerprints.distrust(state.row)
     return True
 
 
-def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
-    """Whether `.data` is not what the table describes, as after model.to(torch.bfloat16); it then lies elsewhere."""
+def _is_converted(state: ParameterState) -> bool:
+    """Whether `.data` is not what the state describes, as after model.to(torch.bfloat16)."""
     if state.is_distributed and shards.local_of(state.parameter) is not state.local:
         return True
-    if not table.fingerprints.is_moved(state.row):
-        return False
     if state.cuts and state.local.stride() != state.strides:  # pieces are consecutive in memory
         return True
     now = ParameterState(state.parameter, state.row, state.name)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -19,12 +18,12 @@ from superadam.distributed import shards
 from superadam.host.mapped_files import MappedFiles
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
-from superadam.kernels.memory import has_memory
+from superadam.kernels.places import has_memory
 from superadam.optim.entry import Encoded, Entry
 from superadam.state.parameter import ARRAYS, TENSORS, ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # which every entry has; the other tensors are optional
-_OURS = {"step", *TENSORS}
+OURS = ("step", *TENSORS)
 LATER_GROUP_KEYS = {
     "amsgrad": False,
     "maximize": False,
@@ -41,10 +40,8 @@ _COUNTING = {torch.float32, torch.float64, torch.int32, torch.int64}  # dtypes o
 
 def is_asked_for_template() -> bool:
     """Whether torch.distributed.checkpoint calls this: its zero gradients could be those of a true step."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
-        frame = frame.f_back
-    return frame is not None
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(None))
+    return any(module.startswith("torch.distributed.checkpoint.") for module in modules)
 
 
 def _kind_of(value: object) -> str:
@@ -81,7 +78,7 @@ def fitted_step(value: object, count: int) -> Tensor:
 
 def is_of_others(entry: object) -> bool:
     """Whether this is an entry in which only others keep something, such as a Lookahead's slow weights."""
-    return isinstance(entry, dict) and not entry.keys() & _OURS
+    return isinstance(entry, dict) and not entry.keys() & OURS
 
 
 def _is_dense(value: object, shape: torch.Size) -> bool:
@@ -228,11 +225,6 @@ def _read_group(group: Mapping[str, Any], own_group: Mapping[str, Any], index: i
     return copied
 
 
-def is_fitted(tensor: Tensor, state: ParameterState, key: str) -> bool:
-    """Whether kernels can work in place on a tensor, which was checked."""
-    return key not in state.encodings and tensor.dtype == state.dtype_of(key) and state.has_layout(tensor)
-
-
 def check_arrays(state: ParameterState) -> None:
     """Raise ValueError unless kernels can still work on every tensor of a state."""
     for key in ARRAYS:
@@ -264,7 +256,7 @@ def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles)
             else:
                 copied[key] = state.whole(state.host_copy(entry[key], state.dtype_of(key)))
             mapped.release(entry[key])
-    copied.update({key: _cast(value, state.parameter) for key, value in entry.items() if key not in _OURS})
+    copied.update({key: _cast(value, state.parameter) for key, value in entry.items() if key not in OURS})
     return copied
 
 

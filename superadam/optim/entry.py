@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -106,35 +106,20 @@ class Entry(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:  # while this is a dict's own, dict(entry) asks for no values
         return iter(self.keys())
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401 (it is this)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else super().setdefault(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        self.get(key)
-        return super().pop(key, *default)
-
-    def popitem(self) -> tuple[str, Any]:
-        self._decode()
-        return super().popitem()
-
-    def values(self) -> Any:
-        return ValuesView(self)
-
-    def items(self) -> Any:
-        return ItemsView(self)
-
-    def __eq__(self, other: object) -> bool:
-        self._decode()
-        return super().__eq__(other)
-
+    get: Any = MutableMapping.get
+    setdefault: Any = MutableMapping.setdefault
+    pop: Any = MutableMapping.pop
+    values: Any = MutableMapping.values
+    items: Any = MutableMapping.items
+    __eq__: Any = MutableMapping.__eq__
     __hash__ = None
 
+    def popitem(self) -> tuple[str, Any]:
+        self.copy()  # which decodes all
+        return super().popitem()
+
     def __repr__(self) -> str:
-        self._decode()
-        return super().__repr__()
+        return repr(self.copy())
 
     def copy(self) -> dict[str, Any]:
         with self.lock():
@@ -147,10 +132,6 @@ class Entry(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # as what torch.load takes for a dict with weights_only
         return OrderedDict, (), None, None, iter([*self.copy().items()])
-
-    def _decode(self) -> None:
-        for key in list(self):
-            self[key]
 
 
 def raw(entry: dict[str, Any]) -> dict[str, Any]:

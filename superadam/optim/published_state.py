@@ -39,13 +39,14 @@ class PublishedState:
         self._lock = lock
         self.stays_encoded = False
 
-    def edited(self, table: ParameterTable, moved: Collection[int]) -> list[ParameterState]:
-        """Return the states of which entries, among those that may be held, may say other than their rows.
-
-        `moved` are the rows whose arrays have moved.
-        """
-        held = table.held_states()
-        return [state for state in held if state.row in moved or not self._is_as_read(state, table)]
+    def read_edited(self, table: ParameterTable) -> None:
+        """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited."""
+        held, moved = table.held_states(), table.moved_arrays(np.flatnonzero(table.is_held))
+        edited = [state for state in held if state.row in moved or not self._is_as_read(state, table)]
+        for state in edited:
+            if not state.is_accepted:  # nothing was speculated on: that reads no state that programs may hold
+                self.read(state, table, moved.get(state.row, ()))
+        self.let_go(edited)
 
     def look(self, table: ParameterTable) -> None:
         """Find out of which rows, among those that may be held, programs hold anything; changes nothing.
@@ -89,7 +90,7 @@ class PublishedState:
         values = raw(self.entries[state.parameter])
         return any(
             _is_referenced(values, key, _STEP if key == "step" else _NATIVE)
-            for key in _OURS
+            for key in checkpoint.OURS
             if isinstance(values.get(key), Tensor)
         )
 
@@ -201,7 +202,7 @@ def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: Paramet
     """Give a state the value of an entry, this rank's part of it, which was checked."""
     if value is None:
         state.forget(key)
-    elif checkpoint.is_fitted(value, state, key):
+    elif key not in state.encodings and value.dtype == state.dtype_of(key) and state.has_layout(value):
         state.shown[key] = Shown()
         state.put({key: value})
     else:
@@ -240,7 +241,6 @@ def _shape_of(value: Any) -> object:
 
 _ALONE = 1
 """What `sys.getrefcount` returns of an expression's value to which nothing refers: the reference that it is passed."""
-_OURS = ("step", *TENSORS)
 _STEP, _STAND_IN, _NATIVE = 1, 2, 3
 """References to tensors: by an entry; by a `Shown` or a `ParameterState` as well; and by a `ParameterTable`."""
 

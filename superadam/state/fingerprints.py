@@ -40,11 +40,10 @@ class Fingerprints:
     def __init__(self, parameters: Sequence[Tensor], wholes: Sequence[Tensor] | None = None) -> None:
         self._parameters = tuple(parameters)
         self._wholes = wholes
-        self._known = places_of(self._parameters)
+        self._known = self._places(range(len(self._parameters)))
         # By column, or taken: numpy's index of two dimensions fails without an error where memory has run out.
         self._known_addresses, self._known_versions = self._known[:, ADDRESS], self._known[:, VERSION]
-        if self._wholes is not None:
-            self._known_versions += _versions(self._wholes)
+        self.layouts = self._known[:, LAYOUT]  # of each parameter where it lay
         self._seen_versions = self._known_versions.copy()
         self._may_be_hinted = True  # unless `look` finds that none is, and none is distrusted since then
         self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
@@ -55,11 +54,6 @@ class Fingerprints:
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the listed tensors, in this order."""
         return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
-
-    @property
-    def layouts(self) -> npt.NDArray[np.int64]:
-        """The `LAYOUT` of each parameter where it lay."""
-        return self._known[:, LAYOUT]
 
     def look(self) -> list[int]:
         """Look at every parameter; return the rows that have moved or changed their layout, now or in an earlier look.
@@ -85,15 +79,6 @@ class Fingerprints:
         """Return of each of these rows whether it was at its place in the last `look`, or when remembered since."""
         addresses = self._known_addresses[rows]
         found: npt.NDArray[np.bool_] = (addresses != 0) & (addresses != NOWHERE)
-        return found
-
-    def is_moved(self, row: int) -> bool:
-        """Whether a parameter has moved, or changed its layout, now or in an earlier look."""
-        return bool((self._places([row])[0, :VERSION] != self._known[row, :VERSION]).any())
-
-    def hints(self) -> list[int]:
-        """Return the rows whose version hints at an outside write now; addresses are left to `look`."""
-        found: list[int] = np.flatnonzero(self._present_versions() != self._known_versions).tolist()
         return found
 
     def are_hinted(self, rows: Sequence[int]) -> list[bool]:
@@ -136,7 +121,3 @@ class Fingerprints:
             self._known_versions[rows] = versions
 
         return bump
-
-    def _present_versions(self) -> npt.NDArray[np.int64]:
-        versions = _versions(self._parameters)
-        return versions if self._wholes is None else versions + _versions(self._wholes)

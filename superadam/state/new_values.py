@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +56,9 @@ class NewValues:
         """Return memory for the new values of a layout; see `Shadow`."""
         return Shadow(self, layout, memory, host)
 
-    def shadows(self, pieces: Sequence[Piece]) -> list[Slot]:
+    def shadows(self, pieces: Sequence[Piece]) -> dict[Piece, Slot]:
         """Return host memory for one new value of each of these pieces."""
-        return _slots(pieces, [self.shadow(layout) for layout in self._layouts(pieces)])
+        return _slots([self.shadow(layout) for layout in self._layouts(pieces)])
 
     def _layouts(self, pieces: Sequence[Piece]) -> _Layouts:
         """Return the layouts of the pieces of each dtype, whose new values lie in one flat buffer."""
@@ -67,7 +67,7 @@ class NewValues:
             groups.setdefault(piece.parameter_dtype, []).append(piece)
         return [self._layout_of(tuple(group)) for group in groups.values()]
 
-    def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[list[Slot]]:
+    def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[dict[Piece, Slot]]:
         """Return host memory for the new values of one part after another; there is at least one.
 
         All of it is allocated when this returns: two buffers in turn, or always the same one if memory is short or
@@ -76,7 +76,7 @@ class NewValues:
         if self._staged is not None:
             self._staged.synchronize()
         layouts = [self._layouts(pieces) for pieces in parts]
-        size = max(map(_size_of, layouts))
+        size = max(sum(map(_bytes_of, some)) for some in layouts)
         buffers = [self.device.host_empty(size, torch.uint8)]
         if len(parts) > 1 and self.device.has_link:
             try:
@@ -84,35 +84,35 @@ class NewValues:
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
-        return self._slots_in_turn(parts, layouts, buffers)
+        return self._slots_in_turn(layouts, buffers)
 
-    def _slots_in_turn(
-        self, parts: Sequence[Sequence[Piece]], layouts: Sequence[_Layouts], buffers: Sequence[Tensor]
-    ) -> Iterator[list[Slot]]:
+    def _slots_in_turn(self, layouts: Sequence[_Layouts], buffers: Sequence[Tensor]) -> Iterator[dict[Piece, Slot]]:
         """Yield slots in the next buffer, once what was published from there before has left it."""
         published: collections.deque[Event] = collections.deque()
-        for pieces, some, buffer in zip(parts, layouts, itertools.cycle(buffers), strict=False):
+        for some, buffer in zip(layouts, itertools.cycle(buffers), strict=False):
             if len(published) == len(buffers):
                 published.popleft().synchronize()
-            hosts = _buffers_in(buffer, some)
-            shadows = [self.shadow(layout, None, [host, buffer]) for layout, host in zip(some, hosts, strict=True)]
-            yield _slots(pieces, shadows)
+            sizes = [*map(_bytes_of, some)]
+            hosts = torch.split(buffer[: sum(sizes)], sizes)
+            shadows = [
+                self.shadow(layout, None, [host.view(layout.states[0].parameter_dtype), buffer])
+                for layout, host in zip(some, hosts, strict=True)
+            ]
+            yield _slots(shadows)
             del shadows
             self._staged = self.device.record(Stream.CURRENT)
             published.append(self._staged)
 
-    def publish(self, pieces: Sequence[Piece], slots: Sequence[Slot]) -> None:
-        """Copy new values into their parameters, past version counters, before anything later on the current stream.
+    def publish(self, slots: Mapping[Piece, Slot]) -> None:
+        """Copy new values into parameters, past version counters, before anything later on the current stream.
 
         Those that have arrived come first. Does not fail for want of memory, because the state has changed by then.
         """
         chosen: dict[Shadow, tuple[list[int], list[Tensor]]] = {}
-        for piece, (shadow, position) in zip(pieces, slots, strict=True):
-            some = chosen.get(shadow)
-            if some is None:
-                some = chosen[shadow] = [], []
-            some[0].append(position)
-            some[1].append(piece.working_copy)
+        for piece, (shadow, position) in slots.items():
+            positions, targets = chosen.setdefault(shadow, ([], []))
+            positions.append(position)
+            targets.append(piece.working_copy)
         late = [shadow for shadow in chosen if not shadow.has_arrived]
         for shadows in ([shadow for shadow in chosen if shadow not in late], late):
             sources: list[Tensor] = []
@@ -172,8 +172,7 @@ class Shadow:
         self, new_values: NewValues, layout: FlatLayout[Piece], memory: Tensor | None, host: Sequence[Tensor]
     ) -> None:
         self.new_values = new_values
-        self.dtype = layout.states[0].parameter_dtype
-        self.nbytes = layout.numel * self.dtype.itemsize
+        self.pieces, self.dtype, self.nbytes = layout.states, layout.states[0].parameter_dtype, _bytes_of(layout)
         device = new_values.device
         self._travels = device.has_link and not device.is_host(layout.states[0].state.local)
         self._layout, self._memory, self._host = layout, memory, [*host]
@@ -187,10 +186,6 @@ class Shadow:
             self._host = self._host or [self.new_values.device.host_empty(self._layout.numel, self.dtype)]
             self._views = self._layout.views(self._host[0])
         return self._views
-
-    def slots(self) -> dict[Piece, Slot]:
-        """Return where the value of each piece lies."""
-        return {piece: Slot(self, position) for position, piece in enumerate(self._layout.states)}
 
     @property
     def is_sent(self) -> bool:
@@ -282,20 +277,9 @@ class Patch:
         self._shadow.put(self._distant[0], self._distant[1], arrived)
 
 
-def _slots(pieces: Sequence[Piece], shadows: Sequence[Shadow]) -> list[Slot]:
-    slots = {piece: slot for shadow in shadows for piece, slot in shadow.slots().items()}
-    return [slots[piece] for piece in pieces]
+def _slots(shadows: Sequence[Shadow]) -> dict[Piece, Slot]:
+    return {piece: Slot(shadow, position) for shadow in shadows for position, piece in enumerate(shadow.pieces)}
 
 
-def _size_of(layouts: _Layouts) -> int:
-    """Return the bytes of the buffers of these layouts."""
-    return sum(layout.numel * layout.states[0].parameter_dtype.itemsize for layout in layouts)
-
-
-def _buffers_in(memory: Tensor, layouts: _Layouts) -> Iterator[Tensor]:
-    """Yield the buffer of each layout, one after another in memory of at least `_size_of` bytes."""
-    begin = 0
-    for layout in layouts:
-        end = begin + _size_of([layout])
-        yield memory[begin:end].view(layout.states[0].parameter_dtype)
-        begin = end
+def _bytes_of(layout: FlatLayout[Piece]) -> int:
+    return layout.numel * layout.states[0].parameter_dtype.itemsize

@@ -44,11 +44,6 @@ class GradientNorm:
         """Number of Inf and NaN."""
         return int(self.nonfinite.sum())
 
-    def totals(self) -> tuple[float, int]:
-        """Return `total` and `count`; where the one is finite, the other is 0."""
-        total = self.total
-        return total, 0 if math.isfinite(total) else self.count
-
     @property
     def total(self) -> float:
         """The 2-norm, summed in the order of the entries."""

@@ -6,7 +6,6 @@ lies next to the moments on the CPU.
 
 from __future__ import annotations
 
-import abc
 import enum
 import operator
 import weakref
@@ -23,7 +22,8 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
-from superadam.kernels.torch_private import dtensor_like, version_of
+from superadam.kernels.places import VERSION, places_of
+from superadam.kernels.torch_private import dtensor_like
 from superadam.state import compact
 from superadam.state.storage import Master, Moments
 from superadam.state.storage import Storage as Storage
@@ -50,14 +50,6 @@ class Shown:
     def is_by(self, value: object) -> bool:
         """Whether this is the tensor."""
         return value is not None and self.tensor is value
-
-
-class Arithmetic(enum.IntEnum):
-    """Which scalars the steps of a parameter take."""
-
-    FLOAT = 0
-    DOUBLE = 1
-    COMPACT = 2  # those of fp32, and the turn by which state in fewer bits is rounded
 
 
 class Phase(enum.Enum):
@@ -195,7 +187,7 @@ def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-class Piece(abc.ABC):
+class Piece:
     """Elements of a parameter that are consecutive in memory: they travel, are speculated on and committed together.
 
     A parameter that is not cut is its own only piece.
@@ -206,35 +198,39 @@ class Piece(abc.ABC):
         shape, strides: of its tensors: the parameter's, or one dimension where that is cut.
         dtype: that steps compute in, and of masters: fp32, or fp64 for fp64 parameters.
         parameter_dtype: of the working copy.
+        is_double: whether steps compute in fp64.
+        is_narrow: whether the parameter's dtype is narrower than its master's: new values of many factors are one.
         reference: the weak reference to the parameter's state that all share, so that taking a gradient makes none.
         state: of the parameter; found in C, because passes ask often.
     """
 
-    begin = 0
-    reference: weakref.ref[ParameterState]
+    row = -1
     state = property(operator.methodcaller("reference"))
 
     def __init__(
-        self, row: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, parameter_dtype: torch.dtype
+        self,
+        reference: weakref.ref[ParameterState],
+        begin: int,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        parameter_dtype: torch.dtype,
     ) -> None:
-        self.row, self.shape, self.strides = row, shape, strides
+        self.reference, self.begin, self.shape, self.strides = reference, begin, shape, strides
         self.dtype, self.parameter_dtype = dtype, parameter_dtype
+        self.is_double, self.is_narrow = dtype == torch.float64, parameter_dtype in NARROWER
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
 
-    @abc.abstractmethod
     def elements_of(self, tensor: Tensor) -> Tensor:
         """Return these elements of a tensor in the layout of the parameter's state."""
+        begin, numel = part_of(tensor, self)
+        return tensor.detach().as_strided((numel,), self.strides, tensor.storage_offset() + begin)
 
     @property
     def working_copy(self) -> Tensor:
         """These elements of the parameter."""
         return self.elements_of(self.state.local)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
-        return self.parameter_dtype in NARROWER
 
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of a tensor of this shape on the CPU, in this layout."""
@@ -244,18 +240,6 @@ class Piece(abc.ABC):
         """Whether this gradient waits for its verdict, unchanged."""
         pending = self.pending if self.phase is Phase.SPECULATED else None
         return pending is not None and pending.taken() is taken and pending.version == taken.version
-
-
-class _Cut(Piece):
-    """A piece of a parameter that is cut."""
-
-    def __init__(self, state: ParameterState, begin: int, numel: int) -> None:
-        super().__init__(-1, torch.Size([numel]), (1,), state.dtype, state.parameter_dtype)
-        self.begin, self.reference = begin, state.reference
-
-    def elements_of(self, tensor: Tensor) -> Tensor:
-        begin, numel = part_of(tensor, self)
-        return tensor.detach().as_strided((numel,), self.strides, tensor.storage_offset() + begin)
 
 
 def part_of(tensor: Tensor, piece: Piece) -> tuple[int, int]:
@@ -275,6 +259,7 @@ class ParameterState(Piece):
     Attributes:
         parameter: the model's tensor, whose `.grad` counts.
         local: this rank's part of it, on which kernels work; without DTensor the same tensor. So are all tensors below.
+        is_distributed: whether the model's tensor is a DTensor.
         parameter_dtype, shape: of `local` when it was bound.
         name: in error messages.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
@@ -303,10 +288,10 @@ class ParameterState(Piece):
         check_parameter(parameter, name)
         local = shards.local_of(parameter)
         dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-        super().__init__(row, local.shape, _dense_strides(local), dtype, local.dtype)
-        self.parameter, self.local, self.name = parameter, local, name
+        super().__init__(weakref.ref(self), 0, local.shape, _dense_strides(local), dtype, local.dtype)
+        self.row, self.parameter, self.local, self.name = row, parameter, local, name
+        self.is_distributed = local is not parameter
         on_host = local.is_cpu if is_on_host is None else is_on_host
-        self.is_contiguous_on_cpu = on_host and local.is_contiguous()
         self.is_staged = not on_host or local.stride() != self.strides
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.storage = storage.of(local)
@@ -327,11 +312,11 @@ class ParameterState(Piece):
         self.master_low: Tensor | None = None
         self.wholes: dict[str, Tensor] = {}
         self._changed: weakref.WeakMethod[Callable[[ParameterState, Collection[str]], None]] | None = None
-        self.reference = weakref.ref(self)
         self.cuts: tuple[Piece, ...] = ()
         length, numel = piece_length(local, None if self.is_own_master else piece_numel), local.numel()
         if length < numel:
-            self.cuts = tuple(_Cut(self, begin, min(length, numel - begin)) for begin in range(0, numel, length))
+            parts = ((begin, torch.Size([min(length, numel - begin)])) for begin in range(0, numel, length))
+            self.cuts = tuple(Piece(self.reference, *part, (1,), dtype, local.dtype) for part in parts)
 
     def elements_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
@@ -350,11 +335,6 @@ class ParameterState(Piece):
     def waits_with(self, taken: TakenGradient) -> bool:
         """Whether this gradient waits for its verdict with all pieces, unchanged."""
         return all(piece.waits_with(taken) for piece in self.cuts) if self.cuts else super().waits_with(taken)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the model's tensor is a DTensor."""
-        return self.local is not self.parameter
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient; raise TypeError unless it is distributed as the parameter."""
@@ -377,16 +357,9 @@ class ParameterState(Piece):
             self.wholes[key] = self.whole(tensor)
         return self.wholes[key]
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """Which scalars its steps take."""
-        if self.dtype == torch.float64:
-            return Arithmetic.DOUBLE
-        return Arithmetic.COMPACT if self.format else Arithmetic.FLOAT
-
     def dtype_of(self, key: str) -> torch.dtype:
         """Return the dtype in which users see one of its `TENSORS`."""
-        return self.dtype if key == "master" or self.dtype == torch.float64 else self.storage.moments.dtype
+        return self.dtype if key == "master" or self.is_double else self.storage.moments.dtype
 
     def zeros(self, key: str) -> dict[str, Tensor]:
         """Return the arrays of one of its `TENSORS` with the value zero, by their names."""
@@ -477,7 +450,7 @@ class ParameterState(Piece):
         return True
 
     def has_layout(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the CPU in the layout of the state, as kernels read it."""
+        """Whether kernels read a tensor where it lies: on the CPU in the layout of the state."""
         return tensor.is_cpu and tensor.stride() == self.strides and not tensor.is_neg()
 
     def forget(self, key: str) -> None:
@@ -487,20 +460,15 @@ class ParameterState(Piece):
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
-        if (
-            gradient.dtype is self.parameter_dtype
-            and gradient.shape == self.shape
-            and gradient.layout is torch.strided
-            and (gradient.is_cpu or (gradient.device == self.local.device and not gradient.is_meta))
-        ):
-            return  # the usual case, without the checks below
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "
                 "use torch.optim.SparseAdam for this parameter"
             )
-        if gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != (self.dtype == torch.float64):
-            expected = "float64" if self.dtype == torch.float64 else "float32, bfloat16 or float16"
+        if gradient.dtype is not self.parameter_dtype and (
+            gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != self.is_double
+        ):
+            expected = "float64" if self.is_double else "float32, bfloat16 or float16"
             raise TypeError(
                 f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"
             )
@@ -523,13 +491,9 @@ class ParameterState(Piece):
                 f"the gradient of {self.name} has no data, because its storage was freed, expected its values in "
                 "memory; recompute it"
             )
-        if self.lies_as_read(gradient):
+        if self.has_layout(gradient):
             return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
-
-    def lies_as_read(self, gradient: Tensor) -> bool:
-        """Whether kernels read a gradient where it lies."""
-        return gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg()
 
     @property
     def has_state(self) -> bool:
@@ -538,12 +502,8 @@ class ParameterState(Piece):
 
     @property
     def master_version(self) -> int:
-        """Version counter of the master, which kernels leave alone; -1 where none is counted."""
-        whole = self.wholes.get("master")
-        try:
-            return -1 if self.master is None else version_of(self.master) + (0 if whole is None else version_of(whole))
-        except RuntimeError:  # made in inference mode
-            return -1
+        """Version counter of the master, which kernels leave alone, with that of its whole."""
+        return int(places_of([self.master, self.wholes.get("master")])[:, VERSION].sum())
 
     def check_largest(self, *, is_wanted: bool) -> None:
         """Raise ValueError where the largest second moment is wanted and cannot be stored."""
@@ -559,21 +519,9 @@ class ParameterState(Piece):
         if self.exp_avg is None:
             self.put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
-            if "master" in self.encodings:
-                self.encode("master", self.local)
-            else:
-                self.put({"master": self.host_copy(self.local, self.dtype)})
+            self.store("master", self.local)
         if with_max and self.max_exp_avg_sq is None:
             self.put(self.zeros("max_exp_avg_sq"))
-
-    def adopt_outside_write(self) -> None:
-        """Adopt in the master what others wrote to the working copy; nothing must be pending on it.
-
-        Only elements that differ from the rounded master are adopted, so that loading the same weights again changes
-        nothing.
-        """
-        if self.master is not None:
-            self.adopt("master", self.local)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -57,17 +57,13 @@ class Storage(NamedTuple):
     def format(self) -> Format:
         """How kernels are to read and write it."""
         moments = {Moments.BFLOAT16: Format.MOMENTS_BFLOAT16, Moments.CODES: Format.MOMENTS_8BIT}
-        masters = {Master.PLANES: Format.MASTER_24BIT}
-        return moments.get(self.moments, Format.PLAIN) | masters.get(self.master, Format.PLAIN)
+        master = Format.MASTER_24BIT if self.master is Master.PLANES else Format.PLAIN
+        return moments.get(self.moments, Format.PLAIN) | master
 
-    def bytes_of_moment(self, parameter: Tensor) -> float:
-        """Return the bytes of one element of a moment."""
+    def bytes_of(self, parameter: Tensor) -> tuple[float, int]:
+        """Return the bytes of one element of a moment, and of the master of a working copy."""
         if parameter.dtype == torch.float64:
-            return 8
-        return {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.CODES: 1 + 1 / compact.BLOCK}[
-            self.of(parameter).moments
-        ]
-
-    def bytes_of_master(self, parameter: Tensor) -> int:
-        """Return the bytes of one element of the master of a working copy."""
-        return 8 if parameter.dtype == torch.float64 else 3 if self.of(parameter).master is Master.PLANES else 4
+            return 8, 8
+        moments, master = self.of(parameter)
+        of_moment = {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.CODES: 1 + 1 / compact.BLOCK}
+        return of_moment[moments], 3 if master is Master.PLANES else 4

@@ -22,7 +22,6 @@ from superadam.state.parameter import (
     ARRAYS,
     SECONDS,
     TENSORS,
-    Arithmetic,
     ParameterState,
     Pending,
     Piece,
@@ -35,50 +34,33 @@ from superadam.state.uncertain import Listed
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _get_row = operator.attrgetter("row")
 Segments = npt.NDArray[np.void]  # a kernel job: rows of `superadam.kernels.native.SEGMENT`
+Runs = Sequence[tuple[Hyperparameters, int]]  # hyper-parameters, and how many consecutive states have them
 Indices = Sequence[int] | npt.NDArray[np.int32]  # of each row's coefficients in a `CoefficientTable`
 
 
 class CoefficientTable:
-    """Collects the coefficient sets of one job; what gives equal sets is looked up once."""
+    """Collects the coefficient `sets` of one job, by index; what gives equal sets is looked up once."""
 
     def __init__(self) -> None:
-        self._sets: list[Coefficients] = []
-        self._alive: list[Hyperparameters] = []  # so that no id in _index is used again
-        self._index: dict[tuple[int, int, Scale, Arithmetic, Interval | None], int] = {}
+        self.sets: list[Coefficients] = []
+        # With the hyper-parameters, so that no id in a key is used again.
+        self._found: dict[tuple[int, int, Scale, bool, Interval | None], tuple[int, Hyperparameters]] = {}
 
     def index(
-        self,
-        hyper: Hyperparameters,
-        step: int,
-        scale: Scale,
-        arithmetic: Arithmetic,
-        interval: Interval | None = None,
+        self, hyper: Hyperparameters, step: int, scale: Scale, double: bool, interval: Interval | None = None
     ) -> int:
         """Return the index of the coefficients of this step, with the interval test's where its proof holds."""
-        key = (id(hyper), step, scale, arithmetic, interval)
-        index = self._index.get(key)
-        if index is None:
-            index = self._index[key] = len(self._sets)
-            coefficients = Coefficients.at_step(
-                hyper,
-                step,
-                scale.factor,
-                rounds=scale.rounds,
-                double=arithmetic is Arithmetic.DOUBLE,
-                compact=arithmetic is Arithmetic.COMPACT,
-            )
-            self._alive.append(hyper)
-            self._sets.append(coefficients if interval is None else coefficients.over(interval) or coefficients)
-        return index
-
-    @property
-    def sets(self) -> list[Coefficients]:
-        """The coefficient sets, by index."""
-        return self._sets
+        key = (id(hyper), step, scale, double, interval)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = len(self.sets), hyper
+            coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
+            self.sets.append(coefficients if interval is None else coefficients.over(interval) or coefficients)
+        return found[0]
 
     def array(self) -> npt.NDArray[np.void]:
         """Return the sets as kernels read them."""
-        return np.array([coefficients.row() for coefficients in self._sets], native.COEFFICIENTS)
+        return np.array([coefficients.row() for coefficients in self.sets], native.COEFFICIENTS)
 
 
 class ParameterTable:
@@ -86,6 +68,7 @@ class ParameterTable:
 
     Attributes:
         states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
+        numel: elements of all parameters.
         is_distributed: whether any of them is a DTensor.
         is_cut: whether any of them is cut.
         pieces, owners: of each row, the piece, and the row of its parameter.
@@ -108,6 +91,7 @@ class ParameterTable:
         self.is_distributed = any(state.is_distributed for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
+        self.numel = sum(state.shape.numel() for state in self.states)
         parts = [state.local for state in self.states]
         self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)
         self.steps = np.zeros(len(self.states), np.int64)
@@ -115,7 +99,7 @@ class ParameterTable:
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.new_values = new_values
         self._resident = resident
-        is_plain = [state.is_contiguous_on_cpu and not state.is_distributed for state in self.states]
+        is_plain = [not (s.is_staged or s.is_distributed) and s.local.is_contiguous() for s in self.states]
         self.plain_layouts = np.where(is_plain, self.fingerprints.layouts, 0)
         self._first_chunks = np.cumsum([0, *(native.chunk_count(state.shape.numel()) for state in self.states)])
         self.norm = GradientNorm.zeros(int(self._first_chunks[-1]))
@@ -136,8 +120,8 @@ class ParameterTable:
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
         self._rows["format"] = [piece.state.format for piece in self.pieces]
         self._rows["phase"] = [piece.state.first_threshold for piece in self.pieces]
-        self._arithmetic = np.array([piece.state.arithmetic for piece in self.pieces], np.int64)
-        self._only_arithmetic = {piece.state.arithmetic for piece in self.pieces}
+        self._is_double = np.array([piece.is_double for piece in self.pieces], bool)
+        self._are_alike = len({*self._is_double.tolist()}) == 1
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
         self._is_any_staged, self.has_copies = bool(self.is_staged.any()), not is_own_master.all()
         self._arrays: list[Tensor | None] = [None for _ in ARRAYS for _ in self.states]  # of all states, row by row
@@ -148,11 +132,6 @@ class ParameterTable:
             self._point_at_parameter(state)
             state.watch(self._point_at)
 
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return int(self._rows["length"][: len(self.states)].sum())
-
     def _point_at(self, state: ParameterState, names: Collection[str]) -> None:
         """Let the rows of a state point at these arrays, which were created, moved, replaced or dropped."""
         tensors = [getattr(state, name) for name in names]
@@ -160,17 +139,19 @@ class ParameterTable:
         for name, tensor, place in zip(names, tensors, places, strict=True):
             position = len(ARRAYS) * state.row + ARRAYS.index(name)
             self._arrays[position], self._places[position] = tensor, place
-            if name == "master" and state.is_own_master:  # which the parameter is
-                continue
-            for piece in (state, *state.cuts):
-                self._rows[piece.row][name] = 0 if tensor is None else _address(tensor, piece)
+            if name != "master" or not state.is_own_master:  # which the parameter is
+                self._point(state, name, tensor)
         if "master" in names:
             self.remember_master(state)
 
-    def _point_at_parameter(self, state: ParameterState) -> None:
+    def _point_at_parameter(self, state: ParameterState, *, is_there: bool = True) -> None:
+        name = "master" if state.is_own_master else "out"
+        self._point(state, name, state.local if is_there and not state.is_staged else None)
+
+    def _point(self, state: ParameterState, name: str, tensor: Tensor | None) -> None:
         for piece in (state, *state.cuts):
-            address = 0 if state.is_staged else _address(state.local, piece)
-            self._rows[piece.row]["master" if state.is_own_master else "out"] = address
+            begin = 0 if tensor is None else part_of(tensor, piece)[0] * tensor.element_size()
+            self._rows[piece.row][name] = 0 if tensor is None else tensor.data_ptr() + begin
 
     @property
     def has_state(self) -> bool:
@@ -186,7 +167,8 @@ class ParameterTable:
 
     def adopt_outside_write(self, state: ParameterState) -> None:
         """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is."""
-        state.adopt_outside_write()
+        if state.master is not None:
+            state.adopt("master", state.local)
         self.fingerprints.remember(state.row)
         self._point_at_parameter(state)
         self.remember_master(state)
@@ -206,8 +188,7 @@ class ParameterTable:
         rows = self.fingerprints.look()
         found = [self.states[row] for row in rows] if rows else []
         for state in found:
-            for piece in (state, *state.cuts):
-                self._rows[piece.row]["master" if state.is_own_master else "out"] = 0
+            self._point_at_parameter(state, is_there=False)
         return found
 
     def held_states(self) -> list[ParameterState]:
@@ -228,8 +209,7 @@ class ParameterTable:
             row, name = chosen[number // width], ARRAYS[number % width]
             found.setdefault(row, []).append(name)
             self._places[width * row + number % width, ADDRESS] = NOWHERE  # until it is bound again
-            for piece in (self.states[row], *self.states[row].cuts):
-                self._rows[piece.row][name] = 0
+            self._point(self.states[row], name, None)
         return found
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
@@ -251,8 +231,9 @@ class ParameterTable:
         moved = self.fingerprints.look()
         return [self.states[row] for row in {*moved, *self.fingerprints.seen_hints(self.all_rows)}]
 
-    def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
+    def are_ready(self, rows: Rows, runs: Runs) -> bool:
         """Whether these rows have everything that a step reads and writes."""
+        with_max = True in [hyper.amsgrad for hyper, _ in runs]
         chosen: Any = slice(len(rows)) if rows is self.all_rows else rows
         for name in ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master"):
             if np.count_nonzero(self._rows[name][chosen]) < len(rows):
@@ -264,7 +245,10 @@ class ParameterTable:
 
         With `addresses` they lie as `plain_layouts` says; others are looked at one by one.
         """
-        segments = self._at(rows)
+        if self._resident is not None:
+            self.bring_home(self.pieces[row] for row in rows)
+        chosen = self._bytes[: len(rows)].copy() if rows is self.all_rows else self._bytes[rows]
+        segments = chosen.view(native.SEGMENT)
         if addresses is None:
             segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
             segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
@@ -308,12 +292,6 @@ class ParameterTable:
         """Return those rows whose parameter, in host memory, is not the rounded master, in samples or at all."""
         return native.differing(self._rows, rows, everything=everything)
 
-    def _at(self, rows: Rows) -> Segments:
-        if self._resident is not None:
-            self.bring_home(self.pieces[row] for row in rows)
-        chosen = self._bytes[: len(rows)].copy() if rows is self.all_rows else self._bytes[rows]
-        return chosen.view(native.SEGMENT)
-
     def put_norm(self, rows: Rows, norm: GradientNorm) -> None:
         """Copy a norm of these rows that was computed elsewhere into `norm`."""
         begin = 0
@@ -335,9 +313,8 @@ class ParameterTable:
     def compute_norm(
         self, segments: Segments, into: GradientNorm | None = None, num_threads: int | None = None
     ) -> None:
-        """Compute the norm of a job's gradients into `norm`, or into another norm of all parameters."""
+        """Compute the norm of a job's gradients into `norm`; or into another one, at which the job then points."""
         if into is not None:
-            segments = segments.copy()
             for name in ("sums", "nonfinite"):
                 segments[name] -= np.uint64(getattr(self.norm, name).ctypes.data)
                 segments[name] += np.uint64(getattr(into, name).ctypes.data)
@@ -372,20 +349,20 @@ class ParameterTable:
         self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable, indices: Indices
     ) -> int:
         """Give listed elements the new values of these coefficients, and return how many there are; state stays."""
-        by_shadow: dict[Shadow, list[int]] = {}
+        by_shadow: dict[Shadow, list[tuple[int, int, Listed]]] = {}
         for number, record in enumerate(pending):
             assert record.slot is not None
-            by_shadow.setdefault(record.slot.shadow, []).append(number)
+            assert record.listed is not None
+            by_shadow.setdefault(record.slot.shadow, []).append((number, record.slot.position, record.listed))
         segments = np.zeros(len(rows), native.SEGMENT)
         segments["coefficients"], segments["out_dtype"] = indices, self._rows["out_dtype"][rows]
         segments["gradient_dtype"] = [DTYPES[record.gradient.dtype] for record in pending]
         has_planes = self._rows["format"][rows] & Format.MASTER_24BIT != 0
         segments["format"] = np.where(has_planes, Format.LISTED_24BIT, Format.PLAIN)
         segments["phase"] = self._rows["phase"][rows]
-        patches: list[tuple[Patch, list[Listed]]] = []
-        for shadow, numbers in by_shadow.items():
-            listed = [record.listed for record in (pending[number] for number in numbers) if record.listed is not None]
-            positions = [record.slot.position for record in (pending[number] for number in numbers) if record.slot]
+        patches: list[tuple[Patch, Sequence[Listed]]] = []
+        for shadow, group in by_shadow.items():
+            numbers, positions, listed = zip(*group, strict=True)
             patch = Patch(shadow, positions, [elements.count for elements in listed])
             patches.append((patch, listed))
             for number, elements, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
@@ -395,8 +372,8 @@ class ParameterTable:
                 row["length"], row["out"] = elements.count, values.data_ptr()
                 row["target"] = 0 if target is None else target.data_ptr()
         native.run(Pass.SPECULATE, segments, coefficients.array())
-        for patch, listed in patches:
-            patch.send([elements.index for elements in listed])
+        for patch, lists in patches:
+            patch.send([elements.index for elements in lists])
         return int(segments["length"].sum())
 
     def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:
@@ -410,16 +387,6 @@ class ParameterTable:
     def is_reached(self, rows: Rows) -> bool:
         """Whether kernels on the CPU read and write all of these rows where they are."""
         return not self._is_any_staged or not self.is_staged[rows].any()
-
-    def step_at_once(
-        self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices, max_norm: float
-    ) -> native.Verdict:
-        """Make one step in place by a job that reads its gradients, unless one is Inf or NaN."""
-        segments["coefficients"] = indices
-        try:
-            return native.step(segments, coefficients.array(), self.norm.sums, self.norm.nonfinite, max_norm)
-        finally:
-            self.norm.clear()
 
     def prepared_update(
         self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices
@@ -444,9 +411,9 @@ class ParameterTable:
             if len(direct):
                 native.run(Pass.UPDATE, direct, table)
             for slots, (pieces, job) in zip(stage, in_turn, strict=True):
-                job["out"] = [slot.value.data_ptr() for slot in slots]
+                job["out"] = [slots[piece].value.data_ptr() for piece in pieces]
                 native.run(Pass.UPDATE, job, table)
-                self.new_values.publish(pieces, slots)
+                self.new_values.publish(slots)
 
         return run
 
@@ -477,14 +444,12 @@ class ParameterTable:
     def indices_of(self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable) -> list[int]:
         """Return the coefficients that each of these gradients was captured with, after adding them to the table."""
         return [
-            coefficients.index(record.hyper, record.step, record.scale, Arithmetic(number), record.interval)
-            for record, number in zip(pending, self._arithmetic[rows], strict=True)
+            coefficients.index(record.hyper, record.step, record.scale, double, record.interval)
+            for record, double in zip(pending, self._is_double[rows].tolist(), strict=True)
         ]
 
-    def indices_of_next_step(
-        self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: Scale, coefficients: CoefficientTable
-    ) -> Indices:
-        """Return the coefficients of each row's next step, as `indices_of`; `runs` as in `StepGradients`."""
+    def indices_of_next_step(self, rows: Rows, runs: Runs, scale: Scale, coefficients: CoefficientTable) -> Indices:
+        """Return the coefficients of each row's next step, as `indices_of`."""
         indices = np.empty(len(rows), np.int32)
         begin = 0
         for hyper, count in runs:
@@ -492,19 +457,13 @@ class ParameterTable:
             begin += count
             steps = self.steps[part if rows is self.all_rows else rows[part]]
             first = int(steps[0]) if count else 0
-            if len(self._only_arithmetic) == 1 and np.count_nonzero(steps == first) == count:  # usual, and faster
-                indices[part] = coefficients.index(hyper, first + 1, scale, *self._only_arithmetic)
+            if self._are_alike and np.count_nonzero(steps == first) == count:  # usual, and faster
+                indices[part] = coefficients.index(hyper, first + 1, scale, bool(self._is_double[0]))
                 continue
-            keys = len(Arithmetic) * (steps + 1) + self._arithmetic[rows[part]]
-            distinct, inverse = np.unique(keys, return_inverse=True)
-            pairs = [divmod(int(key), len(Arithmetic)) for key in distinct]
-            found = [coefficients.index(hyper, step, scale, Arithmetic(number)) for step, number in pairs]
+            distinct, inverse = np.unique(2 * (steps + 1) + self._is_double[rows[part]], return_inverse=True)
+            found = [coefficients.index(hyper, key // 2, scale, key % 2 == 1) for key in distinct.tolist()]
             indices[part] = np.array(found, np.int32)[inverse]
         return indices
-
-
-def _address(tensor: Tensor, piece: Piece) -> int:
-    return tensor.data_ptr() + part_of(tensor, piece)[0] * tensor.element_size()
 
 
 def _cut(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:

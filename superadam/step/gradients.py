@@ -15,7 +15,7 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.places import gradients_of
 from superadam.state.parameter import ParameterState
-from superadam.state.table import ParameterTable, Rows, Segments
+from superadam.state.table import ParameterTable, Rows, Runs, Segments
 
 _ORDINARY = {Tensor, GradientHandle, type(None)}  # others may be DTensors
 
@@ -27,7 +27,7 @@ class StepGradients:
     Attributes:
         rows: of `states`.
         gradients: one for each of `states`: as `ParameterState.host_gradient` returns it, or one that was taken before.
-        runs: present hyper-parameters, and the number of consecutive states that each is for.
+        runs: present hyper-parameters of the states.
         are_whole: whether none was taken, and no parameter is cut.
         addresses: of all of them, where they lie as `ParameterTable.plain_layouts` says; None where some do not.
     """
@@ -35,7 +35,7 @@ class StepGradients:
     states: Sequence[ParameterState]
     rows: Rows
     gradients: Sequence[Tensor | TakenGradient]
-    runs: list[tuple[Hyperparameters, int]]
+    runs: Runs
     are_whole: bool = False
     addresses: npt.NDArray[np.uint64] | None = None
 
@@ -43,17 +43,16 @@ class StepGradients:
         """Return the job that reads them, where they `are_whole`."""
         return table.job(self.rows, self.gradients, self.addresses)  # type: ignore[arg-type]
 
-    @property
-    def hyper(self) -> list[Hyperparameters]:
-        """Hyper-parameters of each state."""
-        return [hyper for hyper, count in self.runs for _ in range(count)]
+
+def hyper_of_each(runs: Runs) -> list[Hyperparameters]:
+    """Return the hyper-parameters of each state."""
+    return [hyper for hyper, count in runs for _ in range(count)]
 
 
-def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> StepGradients:
+def gather(table: ParameterTable, runs: Runs) -> StepGradients:
     """Return the gradients in `.grad` of a table's parameters; changes nothing.
 
-    `runs` is as in `StepGradients`, for all rows. Raises TypeError or ValueError where a gradient does not fit its
-    parameter.
+    `runs` are for all rows. Raises TypeError or ValueError where a gradient does not fit its parameter.
     """
     received = table.new_values.received
     every, addresses, present, plain = gradients_of(table.parameters, table.plain_layouts)

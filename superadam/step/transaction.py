@@ -6,7 +6,6 @@ Decides which pass runs over which rows. `docs/design.md`, section 2, says why t
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import threading
 import time
@@ -25,14 +24,14 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
-from superadam.kernels.memory import has_memory
+from superadam.kernels.places import has_memory
 from superadam.kernels.torch_private import is_profiling, is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
-from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
+from superadam.state.table import CoefficientTable, ParameterTable, Rows, Runs, Segments
 from superadam.state.uncertain import empty_lists
-from superadam.step.gradients import StepGradients
+from superadam.step.gradients import StepGradients, hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
 
 _NOTHING = nullcontext()
@@ -65,7 +64,7 @@ class _Contribution:
         return self.pending is not None and self.pending.is_resident
 
     def apply_factors(self, products: _Products) -> None:
-        """Replace the gradient by torch's product with its factors, where kernels would round differently."""
+        """Take the gradient as it is now: torch's product with its factors, which kernels may round differently."""
         assert self.taken is not None
         if self.taken not in products:
             products[self.taken] = self.piece.state.host_gradient(self.taken.scaled())
@@ -272,11 +271,14 @@ class Transaction:
         self._drop(self.in_phase(Phase.SPECULATED))
         table, rows, runs = self.table, gradients.rows, gradients.runs
         segments, coefficients = gradients.job(table), CoefficientTable()
-        if self.ranks is None and table.is_reached(rows) and self._is_ready(rows, runs):
-            indices = table.indices_of_next_step(rows, runs, Scale(), coefficients)
+        if self.ranks is None and table.is_reached(rows) and table.are_ready(rows, runs):
+            segments["coefficients"] = table.indices_of_next_step(rows, runs, Scale(), coefficients)
             count = table.prepared_count(rows)
             limit = math.inf if max_norm is None else max_norm
-            verdict = table.step_at_once(rows, segments, coefficients, indices, limit)
+            try:
+                verdict = native.step(segments, coefficients.array(), table.norm.sums, table.norm.nonfinite, limit)
+            finally:
+                table.norm.clear()
             outcome = outcome_of(verdict.norm, verdict.nonfinite, verdict.clip)
             self.statistics.norm_seconds += verdict.seconds
             begin += verdict.seconds
@@ -301,29 +303,22 @@ class Transaction:
     def _contributions(self, gradients: StepGradients) -> tuple[list[_Contribution], list[Piece]]:
         """Return what each piece contributes, and the pieces whose pending gradient is not among these."""
         contributions, others = list[_Contribution](), dict(self._members[Phase.SPECULATED])
-        products = _Products()
-        for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
+        products, each = _Products(), hyper_of_each(gradients.runs)
+        for state, gradient, hyper in zip(gradients.states, gradients.gradients, each, strict=True):
             if isinstance(gradient, Tensor):
                 contributions += [_Contribution(piece, hyper, piece.elements_of(gradient)) for piece in state.pieces]
                 continue
-            scale, whole = gradient.scale() if gradient.factors else 1.0, None
+            scale = gradient.scale() if gradient.factors else 1.0
             for piece in state.pieces:
-                pending = piece.pending
-                if pending is not None and piece.waits_with(gradient):
-                    contribution = _Contribution(
-                        piece, hyper, pending.gradient, taken=gradient, waits=True, pending=pending
-                    )
+                pending = piece.pending if piece.waits_with(gradient) else None
+                values = gradient.ready() if pending is None else pending.gradient
+                contribution = _Contribution(piece, hyper, values, Scale(), gradient, pending is not None, pending)
+                if pending is None or scale is None:
+                    contribution.apply_factors(products)
+                elif gradient.factors:
+                    contribution.scale = Scale.recorded(scale, gradient.exact_dtype)
+                if pending is not None:
                     del others[piece]
-                else:
-                    contribution = _Contribution(piece, hyper, gradient.ready(), taken=gradient)
-                if gradient.factors:
-                    if scale is None or contribution.pending is None:
-                        contribution.apply_factors(products)
-                    else:
-                        contribution.scale = Scale.recorded(scale, gradient.exact_dtype)
-                elif contribution.pending is None:
-                    whole = state.host_gradient(contribution.gradient) if whole is None else whole
-                    contribution.gradient = piece.elements_of(whole)
                 contributions.append(contribution)
         return contributions, list(others)
 
@@ -439,22 +434,19 @@ class Transaction:
         return True
 
     def _publish(self, contributions: Sequence[_Contribution]) -> None:
-        pieces = [contribution.piece for contribution in contributions]
-        records = [_pending_of(piece) for piece in pieces]
-        self.table.new_values.publish(pieces, [record.slot for record in records if record.slot])
-        for piece, record in zip(pieces, records, strict=True):
+        records = {contribution.piece: _pending_of(contribution.piece) for contribution in contributions}
+        self.table.new_values.publish({piece: record.slot for piece, record in records.items() if record.slot})
+        for piece, record in records.items():
             record.slot = record.interval = record.listed = None
             self._move(piece, Phase.ACCEPTED, record)
 
     def _update(self, contributions: Sequence[_Contribution]) -> None:
         """Update parameters in place."""
-        states, runs = list[ParameterState](), list[tuple[Hyperparameters, int]]()
-        here, resident = list[_Contribution](), list[_Contribution]()
-        for contribution in contributions:
-            states.append(contribution.piece.state)
-            runs.append((contribution.hyper, 1))
-            (resident if contribution.is_resident else here).append(contribution)
+        states = [contribution.piece.state for contribution in contributions]
+        runs = [(contribution.hyper, 1) for contribution in contributions]
         self._make_ready(states, self.table.rows_of(states), runs)
+        resident = [contribution for contribution in contributions if contribution.is_resident]
+        here = [contribution for contribution in contributions if not contribution.is_resident]
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
             pieces = [contribution.piece for contribution in resident]
@@ -494,7 +486,7 @@ class Transaction:
                 contribution.hyper,
                 int(steps[contribution.piece.state.row]) + 1,
                 contribution.scale,
-                contribution.piece.state.arithmetic,
+                contribution.piece.is_double,
             )
             for contribution in contributions
         ]
@@ -541,12 +533,11 @@ class Transaction:
             self._commit(chosen, num_threads)
             return count
 
-    def commit_held(self) -> None:
-        """Fold the accepted gradients of parameters of whose state programs hold something into it."""
-        held = self.table.held_states()
-        if held and self._members[Phase.ACCEPTED]:
+    def commit_of(self, states: Sequence[ParameterState]) -> None:
+        """Fold the accepted gradients of these parameters into their state."""
+        if states and self._members[Phase.ACCEPTED]:
             with self._timed("commit_seconds"):
-                self._commit_of(held)
+                self._commit_of(states)
 
     def _commit_of(self, states: Sequence[ParameterState]) -> None:
         self._commit([piece for piece in pieces_of(states) if piece.phase is Phase.ACCEPTED])
@@ -588,18 +579,20 @@ class Transaction:
 
     # ---- outside writes ----------------------------------------------------------------------------------------------
 
-    def adopt_outside_writes(self, states: Sequence[ParameterState] | None = None) -> None:
-        """Compare parameters with their masters and adopt what differs; by default where something hints at a write."""
+    def adopt_outside_writes(
+        self, states: Sequence[ParameterState] | None = None, *, with_samples: bool = False
+    ) -> None:
+        """Compare parameters with their masters and adopt what differs; by default where something hints at a write.
+
+        `with_samples`: also writes that left no hint, as far as a step would find them; nothing may be accepted.
+        """
         with self._timed("commit_seconds"):
             if states is None:
-                hinted = [self.table.states[row] for row in self.table.fingerprints.hints()]
-                states = [  # those of another shape or dtype are compared when they are bound again
-                    state
-                    for state in hinted
-                    if has_memory(state.local)
-                    and (state.local.shape, state.local.dtype) == (state.shape, state.parameter_dtype)
-                ]
+                rows = self.table.fingerprints.seen_hints(self.table.all_rows)  # bound() has just looked
+                states = [state for row in rows if has_memory((state := self.table.states[row]).local)]
             self._adopt(states)
+            if with_samples:
+                self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
         if not states:
@@ -617,24 +610,11 @@ class Transaction:
             self.distrust(state)
             self.table.adopt_outside_write(state)
 
-    def adopt_sampled_writes(self) -> None:
-        """Adopt outside writes that left no hint, as far as a step would find them; nothing may be accepted."""
-        with self._timed("commit_seconds"):
-            self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
-
-    def _is_ready(self, rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]) -> bool:
-        with_max = False
-        for hyper, _ in runs:
-            with_max |= hyper.amsgrad
-        return self.table.are_ready(rows, with_max=with_max)
-
-    def _make_ready(
-        self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
-    ) -> bool:
+    def _make_ready(self, states: Sequence[ParameterState], rows: Rows, runs: Runs) -> bool:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
-        if self._is_ready(rows, runs):
+        if self.table.are_ready(rows, runs):
             return False
-        each = [*itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)]
+        each = hyper_of_each(runs)
         for state, hyper in zip(states, each, strict=True):
             state.check_largest(is_wanted=hyper.amsgrad)
         for state, hyper in zip(states, each, strict=True):

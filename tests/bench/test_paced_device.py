@@ -138,7 +138,7 @@ def test_a_step_on_the_device_moves_its_state_twice():
     exponents = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
     gradient, parameter = torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
     step = ResidentStep(high, exp_avg, exp_avg_sq, None, gradient, parameter, 0, *exponents, low)
-    device.update([step], [Coefficients.at_step(HYPERPARAMETERS, 1, compact=True)])
+    device.update([step], [Coefficients.at_step(HYPERPARAMETERS, 1)])
     assert spans(device)[-1][2] - spans(device)[-1][1] == (64 * (2 * 5 + 2 + 2) + 2 * 2) / 1024.0
     master = (high.int() << 16 | low.int() << 8).view(torch.float32)
     assert torch.equal(master.bfloat16(), parameter)

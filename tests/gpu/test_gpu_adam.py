@@ -43,9 +43,7 @@ def test_every_configuration_in_one_call(double, numbers):
     for row, number in enumerate(numbers):
         flags, beta1 = Flag(number), (0.9, 0.3)[row // 3 % 2]
         hyper = Hyperparameters(1e-2, beta1, 0.99, 1e-8, 0.1, False, False, False)
-        sets.append(
-            replace(Coefficients.at_step(hyper, 1 + number, 0.3, double=double, compact=not double), flags=flags)
-        )
+        sets.append(replace(Coefficients.at_step(hyper, 1 + number, 0.3, double=double), flags=flags))
         for kinds in ([Magnitudes.SPECIAL], [list(Magnitudes)[number % len(Magnitudes)], Magnitudes.ORDINARY]):
             stored = [form for form in FORMATS if not (flags & Flag.AMSGRAD and form & Format.MOMENTS_8BIT)]
             form = Format.PLAIN if double else stored[row // 4 % len(stored)]

@@ -139,7 +139,7 @@ def check_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flag
         (0.5, 0.5, 0.0, 1e10, 1e10, 2**40),
     ):
         hyper = Hyperparameters(lr, beta1, beta2, eps, 0.1, False, False, False)
-        k = Coefficients.at_step(hyper, step, scale, double=double, compact=bool(form))
+        k = Coefficients.at_step(hyper, step, scale, double=double)
         sets.append(replace(k, flags=flags, decay=1 - 1e-4 if double else float(np.float32(1 - 1e-4))))
     multiple = 64 if Format.MOMENTS_8BIT in form else 1
     segments = []

@@ -65,7 +65,7 @@ def random_coefficients(rng: np.random.Generator, *, double: bool) -> Coefficien
         decoupled_weight_decay=bool(rng.integers(2)),
     )
     step, scale, rounds = int(rng.integers(1, 100)), float(rng.choice([1.0, 0.37])), bool(rng.integers(2))
-    return Coefficients.at_step(hyper, step, scale, rounds=rounds, double=double, compact=not double)
+    return Coefficients.at_step(hyper, step, scale, rounds=rounds, double=double)
 
 
 def random_job(rng: np.random.Generator, which: Pass, gradient: Dtype, out: Dtype, lengths: list[int]) -> Job:

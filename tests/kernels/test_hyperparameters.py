@@ -13,7 +13,6 @@ from support.strategies import USUAL, hyperparameters, scales
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Scale, beta_power, described
 from superadam.kernels.native import Flag
-from superadam.state.parameter import Arithmetic
 from superadam.state.table import CoefficientTable
 
 
@@ -74,7 +73,7 @@ def test_table_tells_hyperparameters_apart_that_did_not_live_together():
     """More than a cache keeps all of them, and the later ones would be where earlier ones were in memory."""
     table = CoefficientTable()
     rates = [float(rate) for rate in range(1, 3001)]
-    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), Arithmetic.FLOAT) for rate in rates]
+    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), False) for rate in rates]
     assert indices == list(range(3000))
 
 

@@ -94,7 +94,7 @@ def training_case(count: int, factor: float = 0.5) -> Case:
     g, m = scale * rng.standard_t(4, count) / factor, scale * rng.normal(0, 0.3, count)
     v, p = scale**2, rng.normal(0, 0.02, count)
     interval = Interval(factor / 1.25, factor * 1.25)
-    k = Coefficients.at_step(ORDINARY, 500, factor, compact=True).over(interval)
+    k = Coefficients.at_step(ORDINARY, 500, factor).over(interval)
     return Case(k, interval, tuple(one.astype(np.float32) for one in (g, m, v, v, p)))
 
 

@@ -56,10 +56,7 @@ def test_every_variant_has_the_bits_of_the_oracle(which, form, amsgrad):
         if double and form:
             continue
         rounds = {8: amsgrad, 7: not amsgrad}
-        sets = [
-            Coefficients.at_step(hyper, step, 0.37, rounds=rounds[step], double=double, compact=bool(form))
-            for step in rounds
-        ]
+        sets = [Coefficients.at_step(hyper, step, 0.37, rounds=rounds[step], double=double) for step in rounds]
         length = 77 if double else formula.CHUNK + (2 * BLOCK if Format.MOMENTS_8BIT in form else 77)
         kinds = [Magnitudes.WIDE]
         segment = make_segment(7, length, gradient_dtype, out_dtype, kinds=kinds, norm=norm, sprinkle=norm, form=form)

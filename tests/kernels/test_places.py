@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from superadam.kernels import _places, places
-from superadam.kernels.memory import has_memory
-from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, compare, gradients_of, places_of
+from superadam.kernels.places import (
+    ADDRESS,
+    BYTES,
+    LAYOUT,
+    STORAGE,
+    VERSION,
+    compare,
+    gradients_of,
+    has_memory,
+    places_of,
+)
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:
@@ -45,8 +54,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("is_in_c", [True, False], ids=["C", "Python"])
 def test_every_change_of_memory_or_layout_is_seen(change, is_in_c, monkeypatch):
     if not is_in_c:
-        monkeypatch.setattr(places, "_look", places._look_in_python)
-        monkeypatch.setattr(places, "_compare", places._compare_in_python)
+        monkeypatch.setattr(places, "_looks", None)
     tensors = [torch.ones(6, 6) for _ in range(3)]
     before = places_of(tensors)
     versions = before[:, VERSION].tolist()
@@ -79,7 +87,7 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
-def test_only_an_ordinary_gradient_has_an_address(kind):
+def test_only_an_ordinary_gradient_has_an_address(kind, monkeypatch):
     """Of those that have one, kernels read the values that the tensor has."""
     parameters = [nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
     layouts = np.ascontiguousarray(places_of(parameters)[:, LAYOUT])
@@ -98,10 +106,10 @@ def test_only_an_ordinary_gradient_has_an_address(kind):
     assert expected is None or addresses.tolist() == expected
     assert (addresses[1] == 0) == (kind != "plain")
     unreached = gradients_of(parameters, np.zeros(3, np.int64))  # by kernels, whatever the gradients
-    in_python = places._gradients_in_python(parameters, layouts, addresses)
-    for found, counted, few in ((unreached[0], *unreached[2:]), in_python):
+    monkeypatch.setattr(places, "_looks", None)
+    for found, addresses, counted, few in (unreached, gradients_of(parameters, layouts)):
         assert (len(found), counted, few) == (3, present, 0)
-    assert unreached[1].tolist() == addresses.tolist() == [0] * 3
+        assert addresses.tolist() == [0] * 3
 
 
 class Holding:
@@ -111,7 +119,7 @@ class Holding:
         self.grad = gradient
 
 
-def test_both_ways_find_the_same():
+def test_both_ways_find_the_same(monkeypatch):
     """But for the hash of the layout, which is compared with its own kind alone."""
     with torch.inference_mode():
         uncounted = torch.ones(3)
@@ -120,19 +128,22 @@ def test_both_ways_find_the_same():
         *(torch.ones(3).to_sparse(), torch.ones(4, dtype=torch.float64).t(), uncounted, torch.tensor(1.0)),
     ]
     looks, comparisons = [], []
-    for look, compare_with in (
-        (_places.look, _places.compare),
-        (places._look_in_python, places._compare_in_python),
-    ):
-        known, versions, rows = np.zeros((len(tensors), 5), np.int64), *np.full((2, len(tensors)), -7)
-        look(tuple(tensors), known)
+    for way in (_places, None):
+        monkeypatch.setattr(places, "_looks", way)
+        known = places_of(tensors)
         looks.append([known[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist(), (known[:, LAYOUT] == 0).tolist()])
         known[2, BYTES] += 1
         known[5, VERSION] += 1
-        comparisons.append([*compare_with(tuple(tensors), known, versions, rows), versions.tolist(), rows.tolist()])
+        moved, versions, changed = compare(tensors, known)
+        comparisons.append((moved, versions.tolist(), changed))
     assert looks[0] == looks[1]
     assert comparisons[0] == comparisons[1]
-    assert comparisons[0] == [1, 1, [row[3] for row in looks[0][0]], [2, *[-7] * (len(tensors) - 1)]]
+    assert comparisons[0] == ([2], [row[3] for row in looks[0][0]], 1)
+    known, versions, rows = np.zeros((len(tensors), 5), np.int64), *np.full((2, len(tensors)), -7)
+    _places.look(tuple(tensors), known)
+    known[2, BYTES] += 1
+    assert _places.compare(tuple(tensors), known, versions, rows) == (1, 0)
+    assert rows.tolist() == [2, *[-7] * (len(tensors) - 1)]
 
 
 METHODS = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
@@ -162,9 +173,9 @@ def test_another_version_of_dlpack_is_refused():
         _places.use(Tensor.__dlpack_c_exchange_api__, NAMES[:-1])
 
 
-def test_what_torch_calls_itself_is_taken_again() -> None:
+def test_what_torch_calls_itself_is_taken_again(monkeypatch) -> None:
     assert _places.use(Tensor.__dlpack_c_exchange_api__, NAMES) is None
-    test_both_ways_find_the_same()
+    test_both_ways_find_the_same(monkeypatch)
 
 
 class Shortening(Tensor):

@@ -28,7 +28,7 @@ def patterns(numel: int) -> torch.Tensor:
 def test_it_has_the_bits_of_the_oracle(numel, step):
     values = patterns(numel)
     before = values.clone()
-    turn = Coefficients.at_step(USUAL, step, compact=True).turn
+    turn = Coefficients.at_step(USUAL, step).turn
     rounded = round_by_thresholds(values, step, 16).view(torch.int32)
     expected = widen_bfloat16(compact.encode_bfloat16(values.numpy(), turn))
     assert torch.equal(rounded, torch.from_numpy(expected).view(torch.int32))
@@ -47,7 +47,7 @@ def test_8_bits_have_those_of_the_oracle(key, step):
     values = torch.randn(20 * 64, generator=generator) * 10.0 ** torch.randint(-9, 3, (20 * 64,), generator=generator)
     values = values.square() if key == "exp_avg_sq" else values
     values[:128] = patterns(128)
-    turn, has_sign = Coefficients.at_step(USUAL, step, compact=True).turn, key == "exp_avg"
+    turn, has_sign = Coefficients.at_step(USUAL, step).turn, key == "exp_avg"
     codes, exponents = compact.encode_codes(values.numpy(), turn, compact.MANTISSA[key], has_sign=has_sign)
     expected = compact.decode_codes(codes, exponents, compact.MANTISSA[key], has_sign=has_sign)
     rounded = round_to_8_bits(values, step, is_first=has_sign)

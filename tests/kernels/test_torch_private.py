@@ -37,7 +37,6 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 HOME = "kernels/torch_private.py"
 ALLOWED = {
-    ("optim/checkpoint.py", "_getframe"): "of the module sys: documented",
     ("distributed/agreement.py", "_replace"): "of a named tuple: documented",
     ("kernels/hyperparameters.py", "_fields"): "of a named tuple: documented",
     ("cli/bench/passes.py", "_and_"): "a part of names of ours",

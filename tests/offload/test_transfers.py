@@ -85,9 +85,9 @@ def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
     (state,) = states = states_of(torch.zeros(4))
     transfers = transfers_of(device)
     places = transfers.shadows(states)
-    places[0].value.fill_(1.0)
+    places[states[0]].value.fill_(1.0)
     device._stream(Stream.CURRENT).enqueue(bool)  # the model's
-    transfers.publish(states, places)
+    transfers.publish(places)
     assert device.runnable == [Stream.CURRENT]
     finish(device)
     assert torch.equal(state.parameter, torch.ones(4))
@@ -120,8 +120,8 @@ def test_parts_of_a_step_do_not_pile_up() -> None:
     transfers = transfers_of(device)
     stage = transfers.stage([states] * 5)
     for part, places in enumerate(stage):
-        places[0].value.fill_(1.0)
-        transfers.publish(states, places)
+        places[states[0]].value.fill_(1.0)
+        transfers.publish(places)
         under_way = sum(not arrived.query() for arrived, _, _ in transfers._untold)
         assert under_way == min(part + 1, 2)
     transfers.stage([states])  # of the next step

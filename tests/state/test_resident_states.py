@@ -104,7 +104,7 @@ class Household:
             gradients.append(torch.empty_strided(state.shape, state.strides, dtype=state.parameter_dtype))
             gradients[-1].copy_(torch.from_numpy(random).reshape(state.shape))
             step = self.reference.parameters[row].step + 1
-            indices.append(table.index(hyper, step, Scale(), state.arithmetic))
+            indices.append(table.index(hyper, step, Scale(), state.is_double))
         self.made += 1
         return states, gradients, indices, table.sets
 

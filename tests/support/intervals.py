@@ -273,7 +273,7 @@ def drawn_case(rng: np.random.Generator, count: int = 4096) -> Case:
         published = float(np.float32(rng.choice([1.0, rng.uniform(0.01, 1), 10 ** rng.uniform(-6, 0), 2.0**-16])))
         low = float(np.float32(published / width))
         high = float(np.float32(published * rng.choice([1, width])))
-        k = Coefficients.at_step(hyper, int(rng.choice([1, 2, 3, 10, 1000, 10**6])), published, compact=True)
+        k = Coefficients.at_step(hyper, int(rng.choice([1, 2, 3, 10, 1000, 10**6])), published)
         over = k.over(Interval(low, high))
         if over is None:
             continue

@@ -114,7 +114,7 @@ class Synchronous:
             one = self.parameters[i]
             one.step += 1
             double = one.p.dtype == np.float64
-            k = Coefficients.at_step(hyper[i], one.step, clip, double=double, compact=bool(one.form))
+            k = Coefficients.at_step(hyper[i], one.step, clip, double=double)
             stepped = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
             state = dict(zip(("master", *compact.MOMENTS), stepped, strict=True))
             if Format.MOMENTS_8BIT in one.form:

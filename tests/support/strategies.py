@@ -96,7 +96,6 @@ def coefficients(*, double: bool = False) -> st.SearchStrategy[Coefficients]:
         scales(),
         rounds=st.booleans(),
         double=st.just(double),
-        compact=st.just(not double),
     )
 
 

@@ -110,7 +110,7 @@ class PassArrays:
         self.sums = np.zeros(native.chunk_count(numel), np.float64)
         self.nonfinite = np.zeros(native.chunk_count(numel), np.int64)
         self.coefficients = np.array(
-            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double, compact=bool(format)).row()],
+            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double).row()],
             native.COEFFICIENTS,
         )
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from superadam.cli.bench.arrays import ALIGNMENT, PassArrays
 from superadam.cli.bench.pairs import Action, fastest
+from superadam.cli.traffic import OUT_WRITERS, STATE_WRITERS
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.traffic import OUT_WRITERS, STATE_WRITERS
 
 ROUNDS = 5
 """Times that each variant runs when the fastest is looked for."""

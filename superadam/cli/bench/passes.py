@@ -13,9 +13,9 @@ from superadam.cli.bench import floor
 from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Action, Comparison, compare
+from superadam.cli.traffic import bytes_per_element
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.traffic import bytes_per_element
 
 PASSES = (
     (Pass.NORM, True),

@@ -10,12 +10,12 @@ from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.report import in_words
 from superadam.cli.doctor.finding import Finding, Status
+from superadam.cli.traffic import bytes_per_element
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host, groups_of
 from superadam.host.memory import HostMemory, lockable_bytes
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
-from superadam.kernels.traffic import bytes_per_element
 from superadam.offload.needs import bytes_of_state
 from superadam.state.storage import Moments, Storage
 

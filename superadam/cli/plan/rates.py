@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from superadam.cli.traffic import bytes_per_element
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.traffic import bytes_per_element
 from superadam.plan.events import Passes, Rates
 from superadam.plan.machines import Machine
 
