@@ -268,18 +268,11 @@ class Binding(GradientHolder):
 
     @untracked
     def detach(self, groups: Groups) -> None:
-        """Work without a scheduler again; it must have nothing under way."""
-        with self.lock:
-            self.entries(groups, is_given=False)
-            with deferred_signals():
-                self._forget_binding()
-                self.overlap = None
-
-    @property
-    def gradient_holder(self) -> GradientHolder:
-        """What answers questions about gradients that were taken: the scheduler, if there is one."""
-        overlap: Any = self.overlap
-        return self if overlap is None else overlap
+        """Work without a scheduler again, which holds the lock and has nothing under way."""
+        self.entries(groups, is_given=False)
+        with deferred_signals():
+            self._forget_binding()
+            self.overlap = None
 
     def create_state(self, groups: Groups) -> None:
         """Create the state of every parameter with a gradient, as it is before the first step."""

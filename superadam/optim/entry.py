@@ -114,6 +114,9 @@ class Entry(dict[str, Any]):
     __eq__: Any = MutableMapping.__eq__
     __hash__ = None
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def popitem(self) -> tuple[str, Any]:
         self.copy()  # which decodes all
         return super().popitem()

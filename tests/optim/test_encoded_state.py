@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import distributed_checkpoint
-from superadam.optim.entry import Encoded, raw
+from superadam.optim.entry import Encoded, Entry, raw
 from superadam.state import compact
 
 KEYS = ("exp_avg", "exp_avg_sq", "master")
@@ -176,7 +176,10 @@ def test_other_tensors_can_be_put_into_an_entry() -> None:
 
 def test_an_entry_is_a_dict() -> None:
     entry = first(trained(make()))
+    unread = Entry(raw(entry))
     tensors = {key: entry[key] for key in entry}
+    with pytest.raises(RuntimeError, match="ambiguous"):  # other tensors are compared, as in a dict
+        _ = unread != tensors
     for copied in (
         {**entry}, dict(entry), entry.copy(), copy.copy(entry), dict(entry.items()), {} | entry, entry | {},
         dict(zip(entry.keys(), entry.values(), strict=True)), _pytree.tree_map(lambda value: value, entry),
