@@ -23,7 +23,7 @@ from superadam.devices.flat import aligned
 from superadam.distributed import shards
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.kernels.copies import copy_beside, is_plain
-from superadam.kernels.places import has_memory
+from superadam.kernels.memory import has_memory
 from superadam.kernels.torch_private import storage_key
 from superadam.optim.entry import Encoded
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superadam.kernels.memory import has_memory
 from superadam.kernels.native import Flag
-from superadam.kernels.places import has_memory
 
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 _PRODUCT_IN_BFLOAT16 = 2.0**-8  # relative error of a product that is rounded to bf16

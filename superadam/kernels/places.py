@@ -49,18 +49,6 @@ def _place_of(tensor: Tensor | None) -> tuple[int, ...]:
 _looks = torch_private.looks  # None: public names find the same
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
-    if not tensor.numel():
-        return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    try:
-        return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
-    except NotImplementedError:  # of a transform of torch.func, which reads another tensor
-        return True
-
-
 def places_of(tensors: Sequence[Tensor | None]) -> Places:
     """Return where these tensors lie now; None lies nowhere."""
     places = np.empty((len(tensors), len(_NOTHING)), np.int64)

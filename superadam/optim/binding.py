@@ -28,7 +28,7 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.places import has_memory
+from superadam.kernels.memory import has_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.entry import Lock
 from superadam.optim.published_state import PublishedState

@@ -18,7 +18,7 @@ from superadam.distributed import shards
 from superadam.host.mapped_files import MappedFiles
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
-from superadam.kernels.places import has_memory
+from superadam.kernels.memory import has_memory
 from superadam.optim.entry import Encoded, Entry
 from superadam.state.parameter import ARRAYS, TENSORS, ParameterState
 

@@ -24,7 +24,7 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
-from superadam.kernels.places import has_memory
+from superadam.kernels.memory import has_memory
 from superadam.kernels.torch_private import is_profiling, is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of

@@ -21,7 +21,7 @@ from support.visible import bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.kernels.places import has_memory
+from superadam.kernels.memory import has_memory
 from superadam.testing import SimulatedDevice
 
 STEPS = 4

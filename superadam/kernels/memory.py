@@ -1,0 +1,17 @@
+"""Whether a tensor has its memory still; without the module in C, so that whatever reads one element can ask."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    try:
+        return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
+    except NotImplementedError:  # of a transform of torch.func, which reads another tensor
+        return True
