@@ -68,9 +68,10 @@ def median_error(pattern: str, least: float, most: float = 1e9, *, is_measured: 
 
 
 def test_events_agree_with_the_scheduler() -> None:
-    """The bounds are what was found on the two machines whose results are stored; nothing is fitted."""
+    """The bounds are what was found on the machines whose results are stored; nothing is fitted."""
     assert median_error("*-pace.json", 1.0) < 0.03
-    assert median_error("*-pace.json", 0.0, 1.0) < 0.12
+    assert median_error("epyc*-pace.json", 0.0, 1.0) < 0.12
+    assert median_error("xeon*-pace.json", 0.0, 1.0) < 0.17  # whose passes take longer than their bytes
     assert median_error("*-pace.json", 1.0, is_measured=True) < 0.03
     assert median_error("*-pace.json", 0.0, 1.0, is_measured=True) < 0.06
 
