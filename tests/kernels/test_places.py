@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from superadam.kernels import _places, places
+from superadam.kernels.memory import has_memory
 from superadam.kernels.places import (
     ADDRESS,
     BYTES,
@@ -21,7 +22,6 @@ from superadam.kernels.places import (
     VERSION,
     compare,
     gradients_of,
-    has_memory,
     places_of,
 )
 
