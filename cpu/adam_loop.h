@@ -13,9 +13,9 @@
  *   vec_load(dtype, base, index, count)             elements index .. index + count - 1, widened; zeros above count
  *   vec_store(dtype, base, index, value, count, stream)    rounded to nearest even; not one byte above count
  *   vec_prefetch(dtype, base, index), vec_stream_fence()
- *   for interval.h, in fp32: vec_abs, vec_min(a, b): a where it is smaller, else b; vec_round_bfloat16, vec_round_float16:
- *   rounded as stored; vec_bits_plus(a, n): the number whose representation is n larger; vec_less(a, b), a vec_mask;
- *   vec_both(mask, mask); vec_lanes(mask), a number whose bit i is lane i
+ *   for interval.h, in fp32: vec_abs, vec_min(a, b): a where it is smaller, else b; vec_bits(a, kept, set): the number
+ *   with these bits of a, and those set; vec_less(a, b), a vec_mask; vec_and_less(mask, a, b), of lanes of the mask;
+ *   vec_lanes(mask), a number whose bit i is lane i
  *   squares, squares_zero(sums), squares_add(sums, lane, value), squares_lanes(sums, double[16])
  *
  * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
@@ -91,7 +91,7 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
     if (out_dtype != SUPERADAM_NONE)
         vec_store(out_dtype, segment->out, i, p, count, stream);
     if (uncertain)
-        *uncertain ^= vec_lanes(interval_is_certain(out_dtype, interval, g, v_before, d, q, p, p, 0)) << lane;
+        *uncertain ^= vec_lanes(interval_is_certain(out_dtype, interval, g, v_before, d, q, p, 0)) << lane;
 }
 
 static inline __attribute__((always_inline)) void run_prefetch(int pass, int gradient_dtype,
@@ -223,11 +223,11 @@ static inline __attribute__((always_inline)) void run_block(int pass, int gradie
             vec_store(out_dtype, segment->out, i + j, p, VEC_WIDTH, stream);
             if (!uncertain)
                 continue;
-            vec moved = is_cut ? vec_load(REAL_DTYPE, b.moved, j, VEC_WIDTH) : p;
+            p = is_cut ? vec_load(REAL_DTYPE, b.moved, j, VEC_WIDTH) : p;
             vec_mask certain = interval_is_certain(
                 out_dtype, interval, vec_load(gradient_dtype, segment->gradient, i + j, VEC_WIDTH),
                 vec_load(REAL_DTYPE, b.before, j, VEC_WIDTH), vec_load(REAL_DTYPE, b.denominator, j, VEC_WIDTH),
-                vec_load(REAL_DTYPE, b.update, j, VEC_WIDTH), p, moved, is_cut);
+                vec_load(REAL_DTYPE, b.update, j, VEC_WIDTH), p, is_cut);
             uncertain[group / SUPERADAM_LANES] &= (uint16_t)~(vec_lanes(certain) << lane);
         }
     }

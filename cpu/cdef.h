@@ -108,10 +108,12 @@ typedef struct {
                                      * not certain in the interval of its coefficients; null: it does not look */
     const uint32_t *index;          /* the position of each element of a list, where SPECULATE also copies it if the out
                                      * is narrower ... */
-    void *target;                   /* ... in this array of out_dtype; null: nowhere */
-    int64_t length;                 /* elements */
-    int32_t coefficients;           /* index of the coefficient set for gradient */
-    int32_t accepted_coefficients;  /* ... for accepted_gradient */
+    void *target;                   /* ... in this array of out_dtype; null: nowhere ... */
+    int32_t *places;                /* ... and leaves that position plus `begin`; null: nowhere */
+    int64_t begin;
+    int64_t length;                /* elements */
+    int32_t coefficients;          /* index of the coefficient set for gradient */
+    int32_t accepted_coefficients; /* ... for accepted_gradient */
     int32_t gradient_dtype;
     int32_t out_dtype;
     int32_t format; /* of the state */

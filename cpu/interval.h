@@ -8,44 +8,38 @@ typedef struct {
     int l2;
 } interval_scalars;
 
-/* The least and the largest magnitude that round as |p| does, or less apart; NaN for more than the largest. */
-static inline __attribute__((always_inline)) void interval_cell(int out_dtype, vec p, vec *low, vec *high)
+/* How far a magnitude may move, at least, and still round alike: to where rounding changes next to it, and no further
+ * than to the end of the smaller cell below a power of two. Of fp16, nothing below 2^-14, where cells are of one size.
+ * Of a master of 24 bits, `a` is the value plus its threshold, before bits are cut. The whole cell moves with that, but
+ * for its lower end: a tie, or a threshold's size below a power of two. NaN where `a` is not finite. */
+static inline __attribute__((always_inline)) vec interval_room(int out_dtype, vec a, int is_cut)
 {
-    if (out_dtype == SUPERADAM_BFLOAT16) {
-        vec nearest = vec_abs(vec_round_bfloat16(p));
-        *low = vec_bits_plus(nearest, -0x8000);
-        *high = vec_bits_plus(nearest, 0x8000);
-    } else { /* denormals are 2^-24 apart; the cell of zero ends at zero, so that no sign changes */
-        vec nearest = vec_abs(vec_round_float16(p)), half = vec_set(0x1p-25f);
-        *low = vec_max(vec_set(0), vec_min(vec_bits_plus(nearest, -0x1000), vec_sub(nearest, half)));
-        *high = vec_max(vec_add(nearest, half), vec_bits_plus(nearest, 0x1000));
-    }
+    const int is_bfloat16 = out_dtype == SUPERADAM_BFLOAT16;
+    const uint32_t kept = is_bfloat16 ? 0xFFFF0000 : 0xFFFFE000, half = is_bfloat16 ? 0x8000 : 0x1000;
+    vec middle = vec_bits(a, kept, half);
+    vec room =
+        is_cut ? vec_max(vec_sub(middle, a), vec_sub(a, vec_bits(a, kept, half | 0x200))) : vec_abs(vec_sub(a, middle));
+    room = vec_min(vec_mul(a, vec_set(is_bfloat16 ? 63 * 0x1p-15f : 7 * 0x1p-15f)), room);
+    return is_bfloat16 ? room : vec_min(vec_sub(a, vec_set(0x1p-14f)), room);
 }
 
 /* `g` before it is scaled, `v` the second moment before the step, and what the formula made of them with the factor for
- * which the value is published: denominator `d`, update `q`, new value `p`. A NaN is uncertain. Of a master of 24 bits,
- * `p` is what would be stored, and `moved` the value plus its threshold, before bits are cut; otherwise both are one.
- * With the threshold the whole cell moves, but for its lower end: a tie, or a threshold's size below a power of two. */
+ * which the value is published: denominator `d`, update `q`, new value `p`. A NaN is uncertain. */
 static inline __attribute__((always_inline)) vec_mask interval_is_certain(int out_dtype, const interval_scalars *k,
-                                                                          vec g, vec v, vec d, vec q, vec p, vec moved,
-                                                                          int is_cut)
+                                                                          vec g, vec v, vec d, vec q, vec p, int is_cut)
 {
-    vec low, high, a = vec_abs(moved), aq = vec_abs(q);
-    interval_cell(out_dtype, p, &low, &high);
-    if (is_cut)
-        low = vec_bits_plus(low, 2 << 8);
-    vec room = vec_min(vec_sub(a, low), vec_sub(high, a));
+    vec a = vec_abs(p), aq = vec_abs(q), room = interval_room(out_dtype, a, is_cut);
     vec roundings = vec_fma(a, vec_set(0x1p-22f), vec_fma(aq, vec_set(0x1p-19f), vec_set(k->slack)));
 
     vec t = vec_mul(vec_abs(g), vec_set(k->spread));
     vec d_low = vec_fma(vec_set(-k->kappa), t, d);
     vec change = vec_mul(t, vec_fma(vec_set(k->kappa), aq, vec_set(k->slope))); /* times d_low: without a division */
     vec_mask certain = vec_less(change, vec_mul(vec_sub(room, roundings), d_low));
-    certain = vec_both(certain, vec_less(vec_set(k->least), d_low));
-    certain = vec_both(certain, vec_less(d_low, vec_set(0x1p60f)));
-    certain = vec_both(certain, vec_less(vec_set(-0x1p-149f), v));
+    certain = vec_and_less(certain, vec_set(k->least), d_low);
+    certain = vec_and_less(certain, d_low, vec_set(0x1p60f));
+    certain = vec_and_less(certain, vec_set(-0x1p-149f), v);
     if (k->l2)
-        certain = vec_both(certain, vec_less(vec_mul(d, vec_set(0.25f)), d_low));
+        certain = vec_and_less(certain, vec_mul(d, vec_set(0.25f)), d_low);
     return certain;
 }
 
@@ -65,13 +59,17 @@ static inline __attribute__((always_inline)) void interval_copy(int size, void *
 static void interval_list(const superadam_segment *segment, int64_t begin, const uint16_t *uncertain)
 {
     superadam_uncertain *list = segment->uncertain;
-    uint16_t found[SUPERADAM_CHUNK];
+    uint16_t found[SUPERADAM_CHUNK + 2];
     int64_t count = 0;
     for (int i = 0; i < SUPERADAM_CHUNK; i += 64) {
         const uint16_t *four = &uncertain[i / 16];
         uint64_t bits = four[0] | (uint64_t)four[1] << 16 | (uint64_t)four[2] << 32 | (uint64_t)four[3] << 48;
-        for (; bits; bits &= bits - 1)
-            found[count++] = (uint16_t)(i + __builtin_ctzll(bits));
+        int64_t next = count;
+        count += __builtin_popcountll(bits);
+        do { /* two at a time: there are seldom more, and a branch for each would often be mispredicted */
+            for (int k = 0; k < 2; k++, bits &= bits - 1)
+                found[next++] = (uint16_t)(i + __builtin_ctzll(bits | 1ull << 63));
+        } while (bits);
     }
     const int64_t first = __atomic_fetch_add(&list->count, count, __ATOMIC_RELAXED);
     if (first + count > list->capacity)

@@ -44,13 +44,15 @@ static int64_t find_segment(const run *r, int64_t chunk)
     return low;
 }
 
-/* Copies the values of the chunks [first, last) to their places in the target. */
+/* Copies the values of the chunks [first, last) to their places in the target, and leaves these places. */
 static void scatter(const superadam_segment *segment, int64_t first, int64_t last)
 {
     const uint16_t *values = segment->out;
     uint16_t *target = segment->target;
     const int64_t end = last * SUPERADAM_CHUNK < segment->length ? last * SUPERADAM_CHUNK : segment->length;
-    for (int64_t i = first * SUPERADAM_CHUNK; i < end; i++) {
+    for (int64_t i = first * SUPERADAM_CHUNK; segment->places && i < end; i++)
+        segment->places[i] = (int32_t)(segment->begin + segment->index[i]);
+    for (int64_t i = first * SUPERADAM_CHUNK; target && i < end; i++) {
         if (i + SCATTERED_AHEAD < end)
             __builtin_prefetch(&target[segment->index[i + SCATTERED_AHEAD]], 1);
         target[segment->index[i]] = values[i];
@@ -67,7 +69,7 @@ static void run_units(void *context, int64_t first, int64_t last)
         superadam_kernel *kernel = segment->gradient_dtype == SUPERADAM_FLOAT64 ? superadam_kernel_float64 : r->kernel;
         kernel(r->pass, segment, r->coefficients, begin - offset, end - offset,
                r->stream && (uintptr_t)segment->out % 64 == 0);
-        if (r->pass == SUPERADAM_SPECULATE && segment->target)
+        if (r->pass == SUPERADAM_SPECULATE && (segment->target || segment->places))
             scatter(segment, begin - offset, end - offset);
     }
 }
@@ -149,8 +151,8 @@ static int check_segment(int pass, const superadam_segment *s, const superadam_c
         if (code != SUPERADAM_OK)
             return code;
     }
-    if (pass == SUPERADAM_SPECULATE && s->target) {
-        if (!is_narrower(s))
+    if (pass == SUPERADAM_SPECULATE && (s->target || s->places)) {
+        if (s->target && !is_narrower(s))
             return SUPERADAM_BAD_DTYPE;
         if (s->length && !s->index)
             return SUPERADAM_BAD_POINTER;

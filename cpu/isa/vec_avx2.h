@@ -26,12 +26,13 @@ static inline vec vec_max(vec a, vec b)
 
 static inline vec vec_min(vec a, vec b) { return _mm256_min_ps(a, b); } /* b where a comparison is unordered */
 static inline vec vec_abs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-static inline vec vec_bits_plus(vec a, int32_t n)
+static inline vec vec_bits(vec a, uint32_t kept, uint32_t set)
 {
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(n)));
+    const vec mask = _mm256_castsi256_ps(_mm256_set1_epi32((int)kept));
+    return _mm256_or_ps(_mm256_and_ps(a, mask), _mm256_castsi256_ps(_mm256_set1_epi32((int)set)));
 }
 static inline vec_mask vec_less(vec a, vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
-static inline vec_mask vec_both(vec_mask a, vec_mask b) { return _mm256_and_ps(a, b); }
+static inline vec_mask vec_and_less(vec_mask mask, vec a, vec b) { return _mm256_and_ps(mask, vec_less(a, b)); }
 static inline unsigned vec_lanes(vec_mask mask) { return (unsigned)_mm256_movemask_ps(mask); }
 
 static inline vec vec_load_float32(const void *from) { return _mm256_loadu_ps((const float *)from); }
@@ -85,11 +86,6 @@ static inline vec vec_load_float16(const void *from) { return _mm256_cvtph_ps(_m
 static inline void vec_store_float16(void *to, vec value, int stream)
 {
     store_halves(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), stream);
-}
-
-static inline vec vec_round_float16(vec value)
-{
-    return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline void vec_stream_fence(void) { _mm_sfence(); }

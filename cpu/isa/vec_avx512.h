@@ -26,12 +26,17 @@ static inline vec vec_max(vec a, vec b)
 
 static inline vec vec_min(vec a, vec b) { return _mm512_min_ps(a, b); } /* b where a comparison is unordered */
 static inline vec vec_abs(vec a) { return _mm512_abs_ps(a); }
-static inline vec vec_bits_plus(vec a, int32_t n)
+static inline vec vec_bits(vec a, uint32_t kept, uint32_t set)
 {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(n)));
+    const __m512i mask = _mm512_set1_epi32((int)kept), bits = _mm512_set1_epi32((int)set);
+    return _mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(_mm512_castps_si512(a), mask, bits, 0xEA)); /* a & mask | bits */
 }
 static inline vec_mask vec_less(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
-static inline vec_mask vec_both(vec_mask a, vec_mask b) { return _kand_mask16(a, b); }
+static inline vec_mask vec_and_less(vec_mask mask, vec a, vec b)
+{
+    return _mm512_mask_cmp_ps_mask(mask, a, b, _CMP_LT_OQ);
+}
 static inline unsigned vec_lanes(vec_mask mask) { return mask; }
 
 static inline vec vec_load_float32(const void *from) { return _mm512_loadu_ps(from); }
@@ -86,11 +91,6 @@ static inline vec vec_load_float16(const void *from)
 static inline void vec_store_float16(void *to, vec value, int stream)
 {
     store_halves(to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), stream);
-}
-
-static inline vec vec_round_float16(vec value)
-{
-    return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline void vec_stream_fence(void) { _mm_sfence(); }

@@ -25,10 +25,9 @@ static inline vec vec_round_bfloat16(vec value) { return value; } /* no gradient
 /* For interval.h, which is compiled with the loop and never reached: nothing is narrower than its state here. */
 static inline vec vec_min(vec a, vec b) { return a < b ? a : b; }
 static inline vec vec_abs(vec a) { return fabs(a); }
-static inline vec vec_round_float16(vec value) { return value; }
-static inline vec vec_bits_plus(vec a, int32_t n) { return a + n; }
+static inline vec vec_bits(vec a, uint32_t kept, uint32_t set) { return a + kept + set; }
 static inline vec_mask vec_less(vec a, vec b) { return a < b; }
-static inline vec_mask vec_both(vec_mask a, vec_mask b) { return a & b; }
+static inline vec_mask vec_and_less(vec_mask mask, vec a, vec b) { return mask & (a < b); }
 static inline unsigned vec_lanes(vec_mask mask) { return (unsigned)mask; }
 
 static inline vec vec_load(int dtype, const void *base, int64_t index, int count)

@@ -29,12 +29,12 @@ static inline vec vec_max(vec a, vec b)
 
 static inline vec vec_min(vec a, vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 static inline vec vec_abs(vec a) { return vabsq_f32(a); }
-static inline vec vec_bits_plus(vec a, int32_t n)
+static inline vec vec_bits(vec a, uint32_t kept, uint32_t set)
 {
-    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vdupq_n_s32(n)));
+    return vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(kept)), vdupq_n_u32(set)));
 }
 static inline vec_mask vec_less(vec a, vec b) { return vcltq_f32(a, b); }
-static inline vec_mask vec_both(vec_mask a, vec_mask b) { return vandq_u32(a, b); }
+static inline vec_mask vec_and_less(vec_mask mask, vec a, vec b) { return vandq_u32(mask, vcltq_f32(a, b)); }
 static inline unsigned vec_lanes(vec_mask mask)
 {
     const uint32x4_t bits = {1, 2, 4, 8};
@@ -82,7 +82,6 @@ static inline void vec_store_float16(void *to, vec value, int stream)
     vst1_u16((uint16_t *)to, vreinterpret_u16_f16(vcvt_f16_f32(value)));
 }
 
-static inline vec vec_round_float16(vec value) { return vcvt_f32_f16(vcvt_f16_f32(value)); }
 
 static inline void vec_stream_fence(void) {}
 

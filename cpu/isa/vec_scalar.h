@@ -34,9 +34,9 @@ static inline vec vec_neg(vec a) { return -a; }
 static inline vec vec_max(vec a, vec b) { return a < b || b != b ? b : a; }
 static inline vec vec_min(vec a, vec b) { return a < b ? a : b; }
 static inline vec vec_abs(vec a) { return fabsf(a); }
-static inline vec vec_bits_plus(vec a, int32_t n) { return float_of(bits_of(a) + (uint32_t)n); }
+static inline vec vec_bits(vec a, uint32_t kept, uint32_t set) { return float_of((bits_of(a) & kept) | set); }
 static inline vec_mask vec_less(vec a, vec b) { return a < b; }
-static inline vec_mask vec_both(vec_mask a, vec_mask b) { return a & b; }
+static inline vec_mask vec_and_less(vec_mask mask, vec a, vec b) { return mask & (a < b); }
 static inline unsigned vec_lanes(vec_mask mask) { return (unsigned)mask; }
 
 static inline vec vec_load_float32(const void *from)
@@ -102,13 +102,6 @@ static inline void vec_store_float16(void *to, vec value, int stream)
         half = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
     const uint16_t result = (uint16_t)(sign | half);
     memcpy(to, &result, sizeof result);
-}
-
-static inline vec vec_round_float16(vec value)
-{
-    uint16_t half;
-    vec_store_float16(&half, value, 0);
-    return vec_load_float16(&half);
 }
 
 static inline void vec_stream_fence(void) {}

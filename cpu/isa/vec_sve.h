@@ -42,12 +42,13 @@ static inline vec vec_max(vec a, vec b)
 
 static inline vec vec_min(vec a, vec b) { return svsel(svcmplt(svptrue_b32(), a, b), a, b); }
 static inline vec vec_abs(vec a) { return svabs_x(svptrue_b32(), a); }
-static inline vec vec_bits_plus(vec a, int32_t n)
+static inline vec vec_bits(vec a, uint32_t kept, uint32_t set)
 {
-    return svreinterpret_f32(svadd_x(svptrue_b32(), svreinterpret_s32(a), n));
+    svbool_t all = svptrue_b32();
+    return svreinterpret_f32(svorr_x(all, svand_x(all, svreinterpret_u32(a), kept), set));
 }
 static inline vec_mask vec_less(vec a, vec b) { return svcmplt(svptrue_b32(), a, b); }
-static inline vec_mask vec_both(vec_mask a, vec_mask b) { return svand_z(svptrue_b32(), a, b); }
+static inline vec_mask vec_and_less(vec_mask mask, vec a, vec b) { return svcmplt(mask, a, b); }
 static inline unsigned vec_lanes(vec_mask mask)
 {
     svuint32_t bits = svlsl_x(svptrue_b32(), svdup_u32(1), svindex_u32(0, 1));
@@ -72,8 +73,6 @@ static inline vec vec_round_bfloat16(vec value)
 {
     return svreinterpret_f32(svlsl_x(svptrue_b32(), to_bfloat16(value), 16));
 }
-
-static inline vec vec_round_float16(vec value) { return svcvt_f32_x(svptrue_b32(), svcvt_f16_x(svptrue_b32(), value)); }
 
 static inline __attribute__((always_inline)) vec vec_load(int dtype, const void *base, int64_t index, int count)
 {

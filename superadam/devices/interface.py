@@ -134,9 +134,9 @@ class Device(abc.ABC):
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
         """Enqueue `buffer[index] = values` to the current stream, for flat tensors on the device.
 
-        `index` is int64 and holds no number twice; `buffer` and `values` have one dtype.
+        `index` is of integers and holds no number twice; `buffer` and `values` have one dtype.
         """
-        buffer.index_copy_(0, index, values)
+        buffer.index_copy_(0, index.long(), values)
 
     @abc.abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:

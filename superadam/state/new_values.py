@@ -7,8 +7,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +17,9 @@ from superadam.state.parameter import Piece, Slot
 
 STAGED_NUMEL = 16 * 1024 * 1024
 """Elements of new values in one part, so that their memory does not grow with the model."""
+
+MOST_PLACES = 1 << 31
+"""Elements of a buffer of which patches may replace some: their places are int32."""
 
 LAYOUTS_KEPT = 8192  # from step to step: more than a model has buckets, unless their composition keeps changing
 
@@ -173,6 +174,7 @@ class Shadow:
     ) -> None:
         self.new_values = new_values
         self.pieces, self.dtype, self.nbytes = layout.states, layout.states[0].parameter_dtype, _bytes_of(layout)
+        self.takes_patches = layout.numel <= MOST_PLACES
         device = new_values.device
         self._travels = device.has_link and not device.is_host(layout.states[0].state.local)
         self._layout, self._memory, self._host = layout, memory, [*host]
@@ -247,30 +249,30 @@ class Patch:
 
     Attributes:
         values: one flat tensor of the parameters' dtype for each, which kernels fill.
-        targets: speculated values into which kernels put each value as well; None where they have left the host.
+        targets: speculated values into which kernels put each value as well, where these are on the host; else none.
+        places: int32 tensors for positions in the shadow's buffer, where speculated values have left the host; else
+            none. `begins` are those of the pieces.
     """
 
     def __init__(self, shadow: Shadow, positions: Sequence[int], counts: Sequence[int]) -> None:
         device, total = shadow.new_values.device, sum(counts)
-        self._shadow, self._begins = shadow, shadow.begins(positions)
-        self.targets: list[Tensor | None] = [None] * len(counts)
+        self._shadow, self.begins = shadow, shadow.begins(positions)
+        self.targets: Sequence[Tensor] = ()
+        self.places: Sequence[Tensor] = ()
         self._distant: list[Tensor] = []
         if shadow.is_sent:
-            self._host = [device.host_empty(total, dtype) for dtype in (torch.int64, shadow.dtype)]
-            self._distant = [device.empty(total, dtype, Stream.CURRENT) for dtype in (torch.int64, shadow.dtype)]
+            self._host = [device.host_empty(total, dtype) for dtype in (torch.int32, shadow.dtype)]
+            self._distant = [device.empty(total, dtype, Stream.CURRENT) for dtype in (torch.int32, shadow.dtype)]
+            self.places = torch.split(self._host[0], [*counts])
         else:
             self._host = [torch.empty(total, dtype=shadow.dtype, device="cpu")]
             self.targets = [shadow.values[position] for position in positions]
         self.values: Sequence[Tensor] = torch.split(self._host[-1], [*counts])
 
-    def send(self, indices: Sequence[npt.NDArray[np.uint32]]) -> None:
-        """Let the values follow where speculated ones have gone; `indices` are their positions in each parameter."""
+    def send(self) -> None:
+        """Let the values follow where speculated ones have gone."""
         if not self._distant:  # kernels have put them where they belong
             return
-        np.concatenate(
-            [index.astype(np.int64) + begin for index, begin in zip(indices, self._begins, strict=True)],
-            out=self._host[0].numpy(),
-        )
         new_values, device = self._shadow.new_values, self._shadow.new_values.device
         device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))  # which may use this memory until then
         arrived = [new_values.upload(*pair) for pair in zip(self._host, self._distant, strict=True)][-1]

@@ -360,20 +360,23 @@ class ParameterTable:
         has_planes = self._rows["format"][rows] & Format.MASTER_24BIT != 0
         segments["format"] = np.where(has_planes, Format.LISTED_24BIT, Format.PLAIN)
         segments["phase"] = self._rows["phase"][rows]
-        patches: list[tuple[Patch, Sequence[Listed]]] = []
+        patches: list[Patch] = []
         for shadow, group in by_shadow.items():
             numbers, positions, listed = zip(*group, strict=True)
             patch = Patch(shadow, positions, [elements.count for elements in listed])
-            patches.append((patch, listed))
-            for number, elements, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
-                row, source = segments[number], elements.record
+            patches.append(patch)
+            for number, elements in zip(numbers, listed, strict=True):
+                segments[number]["length"] = elements.count
                 for name in ("gradient", *TENSORS, "index"):
-                    row[name] = source[name]
-                row["length"], row["out"] = elements.count, values.data_ptr()
-                row["target"] = 0 if target is None else target.data_ptr()
+                    segments[number][name] = elements.record[name]
+            chosen = segments[[*numbers]]
+            for name, tensors in (("out", patch.values), ("target", patch.targets), ("places", patch.places)):
+                chosen[name] = [tensor.data_ptr() for tensor in tensors] or 0
+            chosen["begin"] = patch.begins
+            segments[[*numbers]] = chosen
         native.run(Pass.SPECULATE, segments, coefficients.array())
-        for patch, lists in patches:
-            patch.send([elements.index for elements in lists])
+        for patch in patches:
+            patch.send()
         return int(segments["length"].sum())
 
     def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:

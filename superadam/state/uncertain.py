@@ -65,12 +65,6 @@ class Listed:
         """Whether all of them are listed."""
         return bool(self.record["count"] <= self.record["capacity"])
 
-    @property
-    def index(self) -> npt.NDArray[np.uint32]:
-        """Their positions."""
-        begin = int(self.record["index"]) - self.memory.data_ptr()
-        return self.memory.numpy()[begin : begin + _ENTRY_BYTES * self.count].view(np.uint32)
-
 
 def empty_lists(numels: Sequence[int], with_max: Sequence[bool]) -> list[Listed]:
     """Return empty lists for parameters with these numbers of elements; `with_max`: which have a `max_exp_avg_sq`."""

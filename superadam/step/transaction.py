@@ -190,7 +190,7 @@ class Transaction:
         chosen = []
         for piece, record, is_covered in zip(pieces, pending, covered, strict=True):
             record.listed = None
-            if not is_covered or not piece.is_narrow:
+            if not is_covered or not piece.is_narrow or not (record.slot and record.slot.shadow.takes_patches):
                 record.interval = None
             else:
                 chosen.append((piece, record))

@@ -127,13 +127,17 @@ def test_listed_elements_are_patched_with_another_factor(dtype, form):
         values, row = np.zeros(listing.count, np.uint16), np.zeros(1, native.SEGMENT)
         for name in LISTED:
             row[name] = listing.record[name]
+        places = np.zeros(listing.count, np.int32)
         row["out"], row["target"], row["index"] = values.ctypes.data, published.ctypes.data, listing.record["index"]
+        row["places"], row["begin"] = places.ctypes.data, (1 << 31) - (1 << 16)
         row["length"], row["gradient_dtype"], row["out_dtype"] = listing.count, Dtype.BFLOAT16, dtype
         row["format"] = Format.LISTED_24BIT if Format.MASTER_24BIT in form else Format.PLAIN
         row["phase"] = listing.segment.phase
         native.run(Pass.SPECULATE, row, coefficient_table([exact]), isa=isa)
         assert differing(published, reference) == 0, isa
-        assert differing(values, reference[listing.arrays["index"].view[: listing.count]]) == 0, isa
+        index = listing.arrays["index"].view[: listing.count]
+        assert differing(values, reference[index]) == 0, isa
+        assert (places == index + row["begin"]).all(), isa
 
 
 def test_patches_of_several_segments_reach_their_own_targets():
@@ -211,6 +215,14 @@ def test_a_list_that_cannot_be_filled_is_refused(name, value, flags, message):
     with pytest.raises(ValueError, match=message):
         native.run(Pass.SPECULATE, table, coefficient_table(listing.job.sets))
     assert listing.segment.arrays["out"].is_unchanged()
+
+
+def test_places_without_an_index_are_refused():
+    job = Job(Pass.SPECULATE, [make_segment(1, 8, Dtype.FLOAT32, Dtype.BFLOAT16)], [training_case(1).k])
+    table = job.table()
+    table["places"] = job.segments[0].arrays["out"].address
+    with pytest.raises(ValueError, match="lacks an array"):
+        native.run(Pass.SPECULATE, table, coefficient_table(job.sets))
 
 
 def test_a_target_without_an_index_is_refused():

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,8 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     device._stream(Stream.CURRENT).enqueue(bool)  # the model's
     patch = Patch(shadow, [0], [1])
     patch.values[0].fill_(2.0)
-    patch.send([np.array([3], np.uint32)])
+    patch.places[0].fill_(3)
+    patch.send()
     assert device.runnable == [Stream.CURRENT]
     finish(device)
     assert memory[:4].tolist() == [1.0, 1.0, 1.0, 2.0]

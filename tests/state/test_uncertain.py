@@ -44,7 +44,8 @@ def test_each_list_is_found_at_its_address() -> None:
         values[:] = [numel + one for one in range(capacity)]
     for position, (numel, listed) in enumerate(zip(numels[1:], lists[1:], strict=True), 1):
         assert listed.count == position
-        assert listed.index.tolist() == [numel + one for one in range(position)]
+        values = (ctypes.c_uint32 * position).from_address(int(listed.record["index"]))
+        assert [*values] == [numel + one for one in range(position)]
 
 
 def test_a_list_is_complete_up_to_its_last_entry() -> None:

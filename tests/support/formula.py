@@ -88,14 +88,8 @@ def is_certain(
     spread, slope, kappa, least, slack = map(_single, k.interval)
     new, _, _, _, d, q = _formula(k, g, m, v, vmax, p)
     with np.errstate(all="ignore"):
-        if moved is None:
-            low, high = _cell(new, dtype)
-        else:
-            new = moved(new)
-            low, high = _cell((new.view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32), dtype)
-            low = _plus(low, 2 << 8)
-        a, aq = np.abs(new), np.abs(q)
-        room = smaller(a - low, high - a)
+        a, aq = np.abs(new if moved is None else moved(new)), np.abs(q)
+        room = _room(a, dtype, is_cut=moved is not None)
         roundings = fma(a, _single(2**-22), fma(aq, _single(2**-19), slack))
         t = np.abs(g) * spread
         d_low = fma(-kappa, t, d)
@@ -115,19 +109,14 @@ def _single(value: float) -> Array:
     return np.array(value, np.float32)
 
 
-def _plus(values: Array, units: int) -> Array:
-    return (values.view(np.int32) + np.int32(units)).view(np.float32)
-
-
-def _cell(p: Array, dtype: Dtype) -> tuple[Array, Array]:
-    """Return the least and the largest magnitude that round as |p| does, or less apart; NaN above the largest."""
-
-    if dtype is Dtype.BFLOAT16:
-        nearest = np.abs(widen_bfloat16(narrow_bfloat16(p)))
-        return _plus(nearest, -0x8000), _plus(nearest, 0x8000)
-    nearest, half = np.abs(widen_float16(narrow_float16(p))), np.float32(2**-25)
-    low = larger_or_nan(_single(0.0), smaller(_plus(nearest, -0x1000), nearest - half))
-    return low, larger_or_nan(nearest + half, _plus(nearest, 0x1000))
+def _room(a: Array, dtype: Dtype, *, is_cut: bool) -> Array:
+    """Return how far magnitudes may move, at least, and still round alike."""
+    kept, half, share = (0xFFFF0000, 0x8000, 63) if dtype is Dtype.BFLOAT16 else (0xFFFFE000, 0x1000, 7)
+    cell = a.view(np.uint32) & np.uint32(kept)
+    middle, above = ((cell | np.uint32(low)).view(np.float32) for low in (half, half | 0x200))
+    room = larger_or_nan(middle - a, a - above) if is_cut else np.abs(a - middle)
+    room = smaller(a * _single(share * 2**-15), room)
+    return room if dtype is Dtype.BFLOAT16 else smaller(a - _single(2**-14), room)
 
 
 def smaller(a: Array, b: Array) -> Array:
