@@ -7,6 +7,7 @@ import copy
 import inspect
 import logging
 import os
+import sys
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from superadam.step.outcome import Statistics
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.training_args import ParallelMode
+
+    from superadam.integrations.planned_memory import check_memory, setting_of
 except ImportError as error:
     raise ImportError(
         f"superadam.integrations.transformers needs transformers ({error}); install superadam[finetune]"
@@ -43,6 +46,9 @@ def offload(
     ours, with the same groups: a `create_optimizer` of a subclass counts, and so do `trainer.args` at that time. The
     Trainer clips, schedules, logs and saves as ever. Its log gets `superadam_committed`, `_clipped`, `_skipped` (steps
     since the last log), `_accepted` (parameters whose speculation was published) and `superadam_hidden_share`.
+
+    With TRL's `SFTConfig`, which says how long sequences are, it warns where the GPU's memory will not suffice, by the
+    sums of `superadam plan`, and says what to change.
 
     Args:
         trainer: whose optimizer was not made yet, or is a `SpeculativeCPUAdam`.
@@ -77,6 +83,7 @@ def offload(
     if made is not None:
         _replacement(made, storage)
     _check_way_of_training(trainer)
+    _warn_of_memory(trainer, storage)
     callback = OffloadCallback(trainer, scheduler_options, storage)
     trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
     trainer.train = callback._train_and_close  # type: ignore[method-assign]
@@ -103,6 +110,24 @@ def _check_way_of_training(trainer: Trainer) -> None:
             "the Trainer would use DistributedDataParallel, which reduces gradients after a scheduler has taken them; "
             f"{instead}"
         )
+
+
+def _warn_of_memory(trainer: Trainer, storage: dict[str, str]) -> None:
+    """Warn where training does not fit by the sums of `superadam plan`, if TRL's arguments say how long sequences are.
+
+    Of what the host is short, the scheduler refuses.
+    """
+    arguments, trl = trainer.args, sys.modules.get("trl")
+    model: Any = trainer.model
+    if trl is None or not isinstance(arguments, trl.SFTConfig) or arguments.device.type != "cuda":
+        return
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        return  # an adapter
+    setting = setting_of(arguments, **{"moments": "fp32", "master": "fp32", **storage})
+    try:
+        check_memory(model.config, setting, torch.cuda.mem_get_info(arguments.device)[1])
+    except MemoryError as error:
+        _logger.warning("%s", error)
 
 
 class OffloadCallback(TrainerCallback):

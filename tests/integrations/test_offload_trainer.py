@@ -513,6 +513,21 @@ def test_signals_are_the_program_s_own_after_training(tmp_path):
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("gigabytes", [0.001, 24])
+def test_a_plan_says_beforehand_what_the_gpu_is_short_of(gigabytes, tmp_path, monkeypatch, caplog):
+    """With what to change, and before any state takes memory."""
+    trl = pytest.importorskip("trl")
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "max_length": 32}
+    arguments = trl.SFTConfig(str(tmp_path), loss_type="nll", per_device_train_batch_size=2, **quiet)
+    trainer = Trainer(llama(torch.bfloat16), arguments, train_dataset=Examples())
+    monkeypatch.setattr(trl.SFTConfig, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, int(gigabytes * 1e9)))
+    offload(trainer)
+    told = [record.message for record in caplog.records]
+    assert any("GPU's memory" in line and "--max_length" in line for line in told) == (gigabytes < 1)
+    assert trainer.optimizer is None
+
+
 def test_resuming_takes_the_memory_of_training(tmp_path):
     """Peak resident memory, in bytes for each parameter: 2 of the model, 12 of the state, and what comes and goes."""
     sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 20}
