@@ -25,7 +25,7 @@ from superadam.devices import Device
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.prediction import Predictor
-from superadam.state import uncertain
+from superadam.state import new_values, uncertain
 from superadam.state.new_values import Patch
 from superadam.state.parameter import Prediction
 from superadam.step.outcome import Applied
@@ -372,6 +372,17 @@ def test_lists_that_overflow(capacity: int, device: str, monkeypatch: pytest.Mon
         ours.run()
         assert ours.seen() == expected_of("always")
     assert ours.optimizer.statistics.patched > 0  # those without uncertain elements
+    assert ours.optimizer.statistics.respeculated > 0
+
+
+def test_a_buffer_of_more_places_than_patches_can_name_is_updated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of 2**31 elements and more; smaller ones beside it are patched."""
+    monkeypatch.setattr(new_values, "MOST_PLACES", 2000)
+    ours = Training(RECIPES["always"], DEVICES["usual"](), bucket_numel=1000)
+    with ours.scheduler or contextlib.nullcontext():
+        ours.run()
+        assert ours.seen() == expected_of("always")
+    assert ours.optimizer.statistics.patched > 0
     assert ours.optimizer.statistics.respeculated > 0
 
 
