@@ -74,9 +74,6 @@ def main(words: Sequence[str] | None = None) -> int:
         help="of backward to Adam (0.25 to 4)",
     )
     parser.add_argument(
-        "--free-share", type=options.share, default=0.5, metavar="X", help="of the state: room on the device (0.5)"
-    )
-    parser.add_argument(
         "--clipped",
         type=options.share,
         metavar="SHARE",
@@ -107,7 +104,6 @@ def main(words: Sequence[str] | None = None) -> int:
         PRESETS[asked.preset],
         asked.threads,
         asked.rounds,
-        asked.free_share,
         asked.lr,
         asked.clipped,
         asked.last_share,

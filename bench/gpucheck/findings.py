@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,3 @@ class Context:
         """Run one program."""
         (done,) = self.runner([command], seconds, environment or {})
         return done
-
-
-Stage = Callable[[Context, Limit], Iterator[Finding]]
-"""Yields what it has found so far, again and again; the last one stands."""

@@ -21,6 +21,7 @@ from measures import contests
 from measures.gradient_norms import MAX_NORM, gradient_norms
 from measures.paced_device import PacedDevice, Rates
 from measures.peers import FUSED
+from measures.threads import computing_threads
 from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench import passes
@@ -43,6 +44,9 @@ WITHIN, BEYOND = 0.9, 1.1
 
 FORWARD_SHARE = 0.5
 """Forward's time as a share of backward's."""
+
+KEPT_SHARE = 0.5
+"""Share of the parameters whose state "auto" may keep on the device."""
 
 SETTLING = 4
 """Turns in which "auto" measures and chooses, with some in reserve."""
@@ -241,7 +245,6 @@ class Settings:
         rates: of the device.
         threads: of the CPU.
         rounds: turns of each side.
-        free_share: share of the parameters whose state "auto" may keep on the device.
         lr: learning rate.
         clipped: share of clipped steps; None for one in `CLIP_EVERY`, whose times do not count.
         last_share: of the elements, in the tensor whose gradient comes last; None where all tensors have one size.
@@ -250,24 +253,20 @@ class Settings:
     rates: Rates
     threads: int
     rounds: int
-    free_share: float
     lr: float
     clipped: float | None = None
     last_share: float | None = None
 
 
 def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Settings) -> Iterator[Row]:
-    """Yield one row for each ratio; thread counts are restored at the end.
+    """Yield one row for each ratio.
 
     Args:
         parameters, layers: of the model; a layer has one tensor of a multiple of 64 elements.
         ratios: of backward's time to the CPU's Adam time.
         settings: all else.
     """
-    before = torch.get_num_threads(), native.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    native.set_num_threads(settings.threads)
-    try:
+    with computing_threads(settings.threads):
         gradients = Gradients(_numels(parameters, layers, settings.last_share), WARM_UPS + TIMED)
         norms = norms_of_turns(settings.clipped, settings.rounds)
         models = [TimedModel(gradients) for _ in range(3)]
@@ -282,9 +281,6 @@ def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Set
                 row = _row(gradients, models, optimizers, plain_steps, norms, ratio, settings)
             yield row
             gc.collect()  # schedulers are in cycles, which hold gigabytes
-    finally:
-        torch.set_num_threads(before[0])
-        native.set_num_threads(before[1])
 
 
 def _numels(parameters: int, layers: int, last_share: float | None) -> list[int]:
@@ -337,7 +333,7 @@ def _row(
     rates, threads = settings.rates, settings.threads
     total = sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
-    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
+    free_bytes = int((KEPT_SHARE * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
     for model in models:
         model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam
@@ -363,7 +359,7 @@ def _row(
             first.settle()
         fixed = [
             Side("fixed", first.model, first.step, scheduler, first.optimizer, placement)
-            for placement in sweep(scheduler.placement, total, settings.free_share)
+            for placement in sweep(scheduler.placement, total, KEPT_SHARE)
         ]
         clock, *after = (
             Side(name, models[2], functools.partial(step, models[2]))

@@ -19,11 +19,11 @@ import torch
 
 from measures.paced_device import PacedDevice
 from measures.paced_device import Rates as Links
+from measures.threads import computing_threads
 from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.plan.schedule import buckets_of, parts_of
 from superadam.devices import Stream
-from superadam.kernels import native
 from superadam.offload.placement import Placement, numel_of_buckets
 from superadam.plan.events import Passes, Rates, Work, simulate
 from superadam.state.norm import GradientNorm
@@ -128,9 +128,6 @@ def measure(
     """
     numel = max(64, parameters // layers // scale // 64 * 64)
     backward = ratio * rates.passes.fused * numel * scale * layers
-    before = torch.get_num_threads(), native.get_num_threads()
-    torch.set_num_threads(1)
-    native.set_num_threads(1)
     gradients = Gradients([numel] * layers, 2)
     gradients.scale_to([0.5, 0.5])
     model = TimedModel(gradients)
@@ -139,7 +136,7 @@ def measure(
     model.backward_seconds, model.forward_seconds = dilation * backward, dilation * FORWARD_SHARE * backward
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
     ends: list[float] = []
-    with _passes_last(_times(rates.passes, scale * dilation)), without_samples():
+    with computing_threads(1), _passes_last(_times(rates.passes, scale * dilation)), without_samples():
         scheduler = OffloadScheduler(
             optimizer,
             model,
@@ -157,8 +154,6 @@ def measure(
             model.device.record(Stream.CURRENT).synchronize()
             model.device.constants.clear()
             model.step = 0
-    torch.set_num_threads(before[0])
-    native.set_num_threads(before[1])
     gaps = [(end - begin) / dilation for begin, end in itertools.pairwise(ends)][-TIMED:]
     placement = Placement(resident, bucket_numel, None, 1)
     shape = torch.empty(numel * scale, dtype=torch.bfloat16, device="meta")

@@ -180,7 +180,7 @@ def test_steps_after_backward_hide_nothing():
     ("words", "message"),
     [
         (["--ratios", "1", "0"], "argument --ratios: 0 is not above 0"),
-        (["--free-share", "1.5"], "argument --free-share: 1.5 is above 1"),
+        (["--last-share", "1.5"], "argument --last-share: 1.5 is above 1"),
         (["--clipped", "nan"], "argument --clipped: nan is no finite number of at least 0"),
         (["--lr", "inf"], "argument --lr: inf is no finite number of at least 0"),
         (["--layers", "3", "0"], "argument --layers: 0 is below 1"),
