@@ -43,7 +43,7 @@ def stretch(asked: argparse.Namespace) -> int:
     for parameters in asked.parameters:
         for layers in asked.layers:
             for ratio in asked.ratios:
-                row = stretched.of_size(rates, parameters, layers, ratio)
+                row = stretched.measure(rates, parameters, layers, ratio)
                 found.append(dataclasses.asdict(row))
                 console.print(
                     f"{row.parameters:,} parameters, {row.buckets} buckets, {ratio:g} x Adam: forward and backward "

@@ -32,7 +32,7 @@ class Finding:
     Attributes:
         outcome: how it went.
         detail: a sentence for people.
-        figures: what was measured, under names that end in their units; plain values.
+        figures: what was measured, under names that end in their units; plain values, or records of them.
         seconds: how long it took.
     """
 

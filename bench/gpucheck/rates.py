@@ -84,7 +84,7 @@ def rates(context: Context, limit: Limit) -> Iterator[Finding]:
     environment = {"TRITON_INTERPRET": "1"} if context.rehearses else {}
     done = context.run(measuring("rates", asdict(_request(context))), limit.left, environment)
     found = [Rate(**line) for line in done.lines(MARK)]
-    figures: dict[str, Any] = {"rows": [asdict(rate) for rate in found]}
+    figures: dict[str, Any] = {"rows": found}
     shares = {rate.what: rate.share_of_copy for rate in found if rate.share_of_copy is not None and rate.what != COPY}
     words = ", ".join(f"{what} at {share:.0%} of a copy" for what, share in shares.items())
     missing = [kernel for kernel in KERNELS if kernel not in shares]

@@ -5,7 +5,6 @@ Scheduler, worker, hooks and CPU kernels are the real ones. `measures.paced_devi
 
 from __future__ import annotations
 
-import bisect
 import functools
 import gc
 import math
@@ -72,7 +71,6 @@ class Side:
 
     Attributes:
         step: runs after backward; returns whether the step was clipped.
-        optimizer: of the scheduler.
         placement: applied before each turn; None leaves the scheduler's.
         seconds: of iterations, by whether they were clipped.
         python: CPU seconds of the training thread, without the device's own, in each iteration that was not clipped: a
@@ -80,7 +78,6 @@ class Side:
         waited: seconds in which the training thread waited for the worker.
         buckets: handed to the worker.
         accepted, redone: tensors whose speculation was published, and those that were updated again with the verdict.
-        depths: number of arrived buckets that were not done, at each arrival.
         trace: of the last turn.
     """
 
@@ -88,7 +85,6 @@ class Side:
     model: TimedModel
     step: Callable[[], bool]
     scheduler: OffloadScheduler | None = None
-    optimizer: SpeculativeCPUAdamW | None = None
     placement: Placement | None = None
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     python: list[float] = field(default_factory=list)
@@ -96,7 +92,6 @@ class Side:
     buckets: int = 0
     accepted: int = 0
     redone: int = 0
-    depths: list[int] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
 
     def iterate(self) -> bool:
@@ -114,7 +109,7 @@ class Side:
 
     def turn(self, timed: int) -> None:
         """Run some iterations untimed, and then some timed."""
-        device, scheduler, optimizer = self.model.device, self.scheduler, self.optimizer
+        device, scheduler = self.model.device, self.scheduler
         self.model.step = 0
         if scheduler is not None and self.placement is not None:
             place = self.placement
@@ -123,8 +118,9 @@ class Side:
             )
         for _ in range(WARM_UPS):
             self.iterate()
-        before = replace(scheduler.statistics) if scheduler is not None else None
-        steps_before = replace(optimizer.statistics) if optimizer is not None else None
+        before = None
+        if scheduler is not None:
+            before = replace(scheduler.statistics), replace(scheduler.optimizer.statistics)
         begin = end = device.record(Stream.CURRENT).passed_at()
         for _ in range(timed):
             last, python = end, time.thread_time() - device.own_seconds
@@ -135,17 +131,16 @@ class Side:
             self.seconds[is_clipped].append(end - last)
         device.record(Stream.CURRENT).synchronize()
         if scheduler is not None and before is not None:
-            now = scheduler.statistics
-            self.waited += now.waited_seconds - before.waited_seconds
-            self.buckets += now.buckets - before.buckets
-            if optimizer is not None and steps_before is not None:
-                self.accepted += optimizer.statistics.accepted - steps_before.accepted
-                self.redone += optimizer.statistics.respeculated - steps_before.respeculated
+            now, steps = scheduler.statistics, scheduler.optimizer.statistics
+            self.waited += now.waited_seconds - before[0].waited_seconds
+            self.buckets += now.buckets - before[0].buckets
+            self.accepted += steps.accepted - before[1].accepted
+            self.redone += steps.respeculated - before[1].respeculated
             self._look_back(scheduler, begin)
             scheduler.synchronize()  # or its worker would run in another side's turn
 
     def _look_back(self, scheduler: OffloadScheduler, since: float) -> None:
-        """Record queue depths and trace of the turn."""
+        """Record the trace of the turn."""
         self.trace = Trace()
         for span in scheduler.trace.spans:
             if span.begin >= since and span.track in ("training", "worker"):
@@ -153,10 +148,6 @@ class Side:
         for busy in list(self.model.device.busy):
             if busy.begin >= since:
                 self.trace.add(busy.name, _TRACKS[busy.stream], busy.begin, busy.end)
-        spans = scheduler.trace.spans
-        done = sorted(span.end for span in spans if span.end >= since and span.name in ("adam", "norm", "norm to host"))
-        arrived = sorted(span.end for span in self.trace.spans if span.track == "download")
-        self.depths += [1 + index - bisect.bisect_right(done, at) for index, at in enumerate(arrived)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +168,6 @@ class SideResult:
         python_seconds: of its CPU time in steps that were not clipped, without what the device takes of it; None
             without any.
         bucket_seconds: of that, for each bucket, in hooks and in the step: what it takes longer than with the clock.
-        queue_depth, deepest_queue: mean and maximum of arrived buckets that were not done.
     """
 
     name: str
@@ -192,8 +182,6 @@ class SideResult:
     waited_seconds: float
     python_seconds: float | None
     bucket_seconds: float | None
-    queue_depth: float
-    deepest_queue: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +338,7 @@ def _row(
             scheduler = stack.enter_context(
                 OffloadScheduler(optimizer, model, gpu_buckets=buckets, num_threads=threads, device=model.device)
             )
-            return Side("auto", model, functools.partial(_step, model, optimizer), scheduler, optimizer), scheduler
+            return Side("auto", model, functools.partial(_step, model, optimizer), scheduler), scheduler
 
         (auto, _), (first, scheduler) = overlapped(0, "auto"), overlapped(1, 0)
         for number in range(SETTLING):
@@ -358,7 +346,7 @@ def _row(
             auto.settle()
             first.settle()
         fixed = [
-            Side("fixed", first.model, first.step, scheduler, first.optimizer, placement)
+            Side("fixed", first.model, first.step, scheduler, placement)
             for placement in sweep(scheduler.placement, total, KEPT_SHARE)
         ]
         clock, *after = (
@@ -493,8 +481,6 @@ def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> Si
         waited_seconds=side.waited / count,
         python_seconds=python,
         bucket_seconds=bucket,
-        queue_depth=statistics.fmean(side.depths) if side.depths else 0.0,
-        deepest_queue=max(side.depths, default=0),
     )
 
 

@@ -39,7 +39,7 @@ def to_table(rows: Sequence[Row], settings: Settings) -> Table:
 
     Where a share of clipped steps was asked for, it shows what became of speculation instead of Python's time.
     """
-    last = ("accepted", "redone") if settings.clipped is not None else ("Python", "us/b.", "queue")
+    last = ("accepted", "redone") if settings.clipped is not None else ("Python", "us/b.")
     table = new_table("side")
     table.add_column("placement", no_wrap=True, style="dim")
     for name in ("ms", "/clock", "hidden", "waited", *last):
@@ -62,9 +62,9 @@ def _columns(side: SideResult, settings: Settings) -> list[str]:
         last = [waited, f"{side.accepted:.0%}", f"{side.redone:.0%}"] if side.placement else [""] * 3
     elif side.placement:
         bucket = "" if side.bucket_seconds is None else f"{1e6 * side.bucket_seconds:.0f}"
-        last = [waited, python, bucket, str(side.deepest_queue)]
+        last = [waited, python, bucket]
     else:
-        last = ["", python, "", ""]
+        last = ["", python, ""]
     return [
         side.placement,
         f"{1e3 * side.typical_seconds:.1f}",
@@ -89,7 +89,7 @@ def notes(rows: Sequence[Row], settings: Settings) -> list[str]:
         times = f"without the clipped steps, one in {CLIP_EVERY}"
         more = (
             "Python: of its CPU time, without the device's own; us/b.: of that, what each bucket takes in hooks and in "
-            "the step; queue: the most buckets that had arrived and were not done"
+            "the step"
         )
     else:
         times = "of steps that are clipped and of others, weighted by their number"

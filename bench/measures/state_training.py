@@ -133,7 +133,7 @@ class Text:
     def of(name: str, content: bytes, seq: int) -> Text:
         """Divide `content`; raises UsageError where a part is too short for a window."""
         if len(content) < 16 * (seq + 1):
-            raise UsageError(f"{name} holds {len(content)} bytes; give a text of at least {16 * (seq + 1)}")
+            raise UsageError(f"the sources of {name} are not installed; use a Python that has them")
         values, end = torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content) - len(content) // 16
         return Text(name, values[:end], values[end:], hashlib.sha256(content).hexdigest())
 

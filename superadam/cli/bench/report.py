@@ -8,7 +8,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import superadam
 from superadam.cli.bench.pairs import Comparison
 from superadam.cli.bench.passes import PassResult, Setting
 from superadam.cli.console import new_table
+from superadam.host.machine import Host
 from superadam.kernels.native import Dtype, Format
 
 SHORT_NAMES = {Dtype.FLOAT32: "f32", Dtype.BFLOAT16: "bf16", Dtype.FLOAT16: "f16", Dtype.FLOAT64: "f64"}
@@ -43,7 +43,7 @@ class Environment:
     def here() -> Environment:
         """Return that of this process."""
         return Environment(
-            processor=_processor(),
+            processor=processor_name(Host()) or platform.machine(),
             isa=superadam.active_isa(),
             threads=superadam.get_num_threads(),
             system=platform.platform(),
@@ -58,13 +58,10 @@ class Environment:
         return f"superadam {self.superadam}, torch {self.torch} ({self.torch_capability}), {self.processor}"
 
 
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def processor_name(host: Host) -> str | None:
+    """Return what the processor calls itself."""
+    lines = host.read_or("/proc/cpuinfo", "").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def comparison_as_json(found: Comparison) -> dict[str, Any]:

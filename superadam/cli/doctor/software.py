@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from superadam.cli.doctor.finding import Finding, Status
@@ -23,7 +24,6 @@ def superadam_version(host: Host) -> Finding:
 def torch_version(host: Host) -> Finding:
     """Report torch, and whether it is new enough."""
     import torch
-    from torch.torch_version import TorchVersion
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     if torch.version.hip:
@@ -31,7 +31,7 @@ def torch_version(host: Host) -> Finding:
     capability = torch.backends.cpu.get_cpu_capability()
     values = {"version": torch.__version__, "build": build, "capability": capability}
     detail = f"{torch.__version__}, {build}, {capability} kernels"
-    if TorchVersion(torch.__version__) < OLDEST_TORCH:
+    if _version_numbers(torch.__version__) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return Finding("torch", Status.BROKEN, detail, f"pip install 'torch>={oldest}'", values)
     return Finding("torch", Status.OK, detail, values=values)
@@ -49,3 +49,8 @@ def triton_version(host: Host) -> Finding:
             return Finding("triton", Status.BETTER, detail, "pip install triton", {"version": None})
         return Finding("triton", Status.OK, detail, values={"version": None})
     return Finding("triton", Status.OK, found, values={"version": found})
+
+
+def _version_numbers(text: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -73,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: a module is not installed, or the model or the machine cannot be planned.
     """
-    require_modules("plan", "transformers", extra="plan")
-    require_modules("plan", "rich", extra="plan")
+    require_modules("plan", "transformers", "rich", extra="plan")
     from superadam.plan import UnplannableError, machines
 
     try:
