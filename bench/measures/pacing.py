@@ -25,7 +25,7 @@ from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench import passes
 from superadam.cli.bench.arrays import ADAMW_OPTIONS, PassArrays
-from superadam.cli.bench.pairs import Action, Spread
+from superadam.cli.bench.pairs import Action, Spread, times_of
 from superadam.cli.plan.rates import PASSES, WITH_NORM
 from superadam.devices import Stream
 from superadam.kernels import native
@@ -438,14 +438,9 @@ def _step_after_backward(action: Action, model: TimedModel) -> bool:
     return _drop_gradients(model)
 
 
-def _seconds_of(action: Action, clock: Callable[[], float] = time.perf_counter) -> float:
+def _seconds_of(action: Action) -> float:
     """Return the time of the shortest run: what other processes add says nothing about the action."""
-    seconds = []
-    for _ in range(WARM_UPS + TIMED + 1):
-        begin = clock()
-        action()
-        seconds.append(clock() - begin)
-    return min(seconds[WARM_UPS:])
+    return min(times_of(action, TIMED + 1))
 
 
 def seconds_of_passes(numel: int, threads: int) -> dict[str, float]:
