@@ -52,7 +52,6 @@ def main(words: Sequence[str] | None = None) -> int:
         metavar="N",
         help="after which no step is measured (%(default)g)",
     )
-    parser.add_argument("--tokens", type=options.count, default=2048, metavar="N", help="of an iteration (%(default)s)")
     parser.add_argument("--json", type=options.new_file, metavar="FILE", help="write the results there too")
     asked = parser.parse_args(words)
     parts = ("passes", "steps", "overlap") if asked.what == "all" else (asked.what,)
@@ -79,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
                     status.update(f"{len(results.contests)} of {len(chosen_contests)} comparisons of steps")
             if "overlap" in parts:
                 status.update("iterations with and without overlap")
-                results.overlap.append(overlap.measure(asked.threads[0], asked.pairs, tokens=asked.tokens))
+                results.overlap.append(overlap.measure(asked.threads[0], asked.pairs))
         console, environment = Console(), Environment.here()
         console.print(environment.in_words(), highlight=False)
         console.print(report.to_table(results))

@@ -112,7 +112,7 @@ def check(
     results.write(path)
     trace = path.with_name(f"{path.stem}-trace.json").resolve()
     context = Context(runner or programs.run, "cpu" if rehearses else "cuda", rehearses, str(trace))
-    stages = {
+    stages = {  # each yields what it has found so far, again and again; the last one stands
         "machine": checks.machine,
         "tests": checks.tests,
         "verification": checks.verification,

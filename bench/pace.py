@@ -43,7 +43,7 @@ def stretch(asked: argparse.Namespace) -> int:
     for parameters in asked.parameters:
         for layers in asked.layers:
             for ratio in asked.ratios:
-                row = stretched.of_size(rates, parameters, layers, ratio)
+                row = stretched.measure(rates, parameters, layers, ratio)
                 found.append(dataclasses.asdict(row))
                 console.print(
                     f"{row.parameters:,} parameters, {row.buckets} buckets, {ratio:g} x Adam: forward and backward "
@@ -72,9 +72,6 @@ def main(words: Sequence[str] | None = None) -> int:
         default=[0.25, 0.5, 1.0, 1.5, 2.0, 4.0],
         metavar="X",
         help="of backward to Adam (0.25 to 4)",
-    )
-    parser.add_argument(
-        "--free-share", type=options.share, default=0.5, metavar="X", help="of the state: room on the device (0.5)"
     )
     parser.add_argument(
         "--clipped",
@@ -107,7 +104,6 @@ def main(words: Sequence[str] | None = None) -> int:
         PRESETS[asked.preset],
         asked.threads,
         asked.rounds,
-        asked.free_share,
         asked.lr,
         asked.clipped,
         asked.last_share,

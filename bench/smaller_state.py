@@ -14,45 +14,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]  # as PYTHONSAFEPATH does not
 from measures import options, state_report
-from measures.state_formats import FORMATS
 from measures.state_training import Settings, Training, read_texts
+from measures.threads import computing_threads
 
 from superadam.cli.usage import UsageError
-from superadam.kernels import native
 
 
 def train(asked: argparse.Namespace, console: Console) -> None:
     """Train what the file does not hold yet, and show all of it."""
-    settings = Settings(
-        width=asked.width,
-        layers=asked.layers,
-        steps=asked.steps,
-        beta2s=tuple(asked.beta2),
-        fine_tuning_steps=asked.fine_tuning_steps,
-        fine_tuning_lrs=tuple(asked.fine_tuning_lr),
-        perturbed=asked.perturbed,
-        held_out=asked.held_out,
-        formats=tuple(asked.formats),
-    )
-    training = Training(settings, *read_texts(asked.text, asked.other_text, settings.seq))
+    settings = Settings(steps=asked.steps, beta2s=tuple(asked.beta2), perturbed=asked.perturbed)
+    training = Training(settings, *read_texts(settings.seq))
     results = state_report.TrainingResults.begin(training, asked.json)
-    before = torch.get_num_threads(), native.get_num_threads()
-    torch.set_num_threads(1)
-    native.set_num_threads(1)
-    try:
-        missing = [run for run in training.runs() if results.of(run) is None]
-        with Console(stderr=True).status("training") as status:
-            for number, run in enumerate(missing):
-                status.update(f"run {number + 1} of {len(missing)}: {run.part}, {run.format}, beta2 {run.beta2}")
-                results.add(training.carry_out(run))
-    finally:
-        torch.set_num_threads(before[0])
-        native.set_num_threads(before[1])
+    missing = [run for run in training.runs() if results.of(run) is None]
+    with computing_threads(1), Console(stderr=True).status("training") as status:
+        for number, run in enumerate(missing):
+            status.update(f"run {number + 1} of {len(missing)}: {run.part}, {run.format}, beta2 {run.beta2}")
+            results.add(training.carry_out(run))
     state_report.show_training(results, console)
     if asked.picture is not None:
         state_report.draw(results).savefig(asked.picture)
@@ -61,36 +42,13 @@ def train(asked: argparse.Namespace, console: Console) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, show the tables, and write what --json and --picture ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = Settings()
-    count = options.count
-    parser.add_argument("--width", type=count, default=usual.width, metavar="N", help="of the model (%(default)s)")
-    parser.add_argument("--layers", type=count, default=usual.layers, metavar="N", help="(%(default)s)")
+    usual, count = Settings(), options.count
     parser.add_argument("--steps", type=count, default=usual.steps, metavar="N", help="from scratch (%(default)s)")
     parser.add_argument(
         "--beta2", nargs="+", type=options.share, default=usual.beta2s, metavar="X", help="(0.95 0.999)"
     )
-    parser.add_argument(
-        "--fine-tuning-steps", type=count, default=usual.fine_tuning_steps, metavar="N", help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--fine-tuning-lr",
-        nargs="*",
-        type=options.positive,
-        default=usual.fine_tuning_lrs,
-        metavar="X",
-        help="learning rates (1e-5 3e-5)",
-    )
-    parser.add_argument(
-        "--perturbed",
-        type=count,
-        default=usual.perturbed,
-        metavar="N",
-        help="further runs of each format (%(default)s)",
-    )
-    parser.add_argument("--held-out", type=count, default=usual.held_out, metavar="N", help="windows (%(default)s)")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=usual.formats, help="(all)")
-    parser.add_argument("--text", metavar="FILE", help="train on it (the standard library's sources)")
-    parser.add_argument("--other-text", metavar="FILE", help="fine-tune on it (the sources of its tests)")
+    more = "further runs of each format (%(default)s)"
+    parser.add_argument("--perturbed", type=count, default=usual.perturbed, metavar="N", help=more)
     parser.add_argument("--picture", type=options.new_file, metavar="FILE", help="draw the results there: .svg or .png")
     parser.add_argument("--json", type=options.new_file, metavar="FILE", help="write the results there too")
     asked = parser.parse_args(words)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Finding:
     Attributes:
         outcome: how it went.
         detail: a sentence for people.
-        figures: what was measured, under names that end in their units; plain values.
+        figures: what was measured, under names that end in their units; plain values, or records of them.
         seconds: how long it took.
     """
 
@@ -78,7 +78,3 @@ class Context:
         """Run one program."""
         (done,) = self.runner([command], seconds, environment or {})
         return done
-
-
-Stage = Callable[[Context, Limit], Iterator[Finding]]
-"""Yields what it has found so far, again and again; the last one stands."""

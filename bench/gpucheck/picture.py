@@ -9,7 +9,6 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gpucheck.report import Results
@@ -35,7 +34,6 @@ def write(results: Results, path: Path) -> bool:
 def _drawn(results: Results) -> Figure:
     models = list(dict.fromkeys(row.model for row in results.rows))
     figure = Figure(figsize=(11, 10), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     columns = figure.subplots(3, len(models), height_ratios=(4, 2, 2), squeeze=False).T
     for model, (upper, middle, lower) in zip(models, columns, strict=True):
         rows = [row for row in results.rows if row.model == model]

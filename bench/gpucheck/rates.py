@@ -6,7 +6,6 @@ Owns what is measured in this stage. The CPU's passes are those of `superadam.cl
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from gpucheck.findings import Context, Finding, Limit, Outcome
 from gpucheck.programs import MARK, measuring, tell
 from superadam.cli.bench import passes
 from superadam.cli.bench.arrays import HYPERPARAMETERS, STEP, PassArrays
-from superadam.cli.bench.pairs import compare
+from superadam.cli.bench.pairs import compare, times_of
 from superadam.cli.traffic import bytes_per_element
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
@@ -84,7 +83,7 @@ def rates(context: Context, limit: Limit) -> Iterator[Finding]:
     environment = {"TRITON_INTERPRET": "1"} if context.rehearses else {}
     done = context.run(measuring("rates", asdict(_request(context))), limit.left, environment)
     found = [Rate(**line) for line in done.lines(MARK)]
-    figures: dict[str, Any] = {"rows": [asdict(rate) for rate in found]}
+    figures: dict[str, Any] = {"rows": found}
     shares = {rate.what: rate.share_of_copy for rate in found if rate.share_of_copy is not None and rate.what != COPY}
     words = ", ".join(f"{what} at {share:.0%} of a copy" for what, share in shares.items())
     missing = [kernel for kernel in KERNELS if kernel not in shares]
@@ -144,13 +143,7 @@ def link_rates(device: torch.device, size: int, rounds: int) -> Iterator[Rate]:
 
 
 def _median_seconds(action: Callable[[], object], rounds: int) -> float:
-    seconds = []
-    for turn in range(rounds + 2):
-        begin = time.perf_counter()
-        action()
-        if turn >= 2:
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    return statistics.median(times_of(action, rounds))
 
 
 def kernel_rates(device: torch.device, size: int, tensors: int, rounds: int) -> Iterator[Rate]:

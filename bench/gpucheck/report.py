@@ -6,6 +6,7 @@ Owns the layout of both, and the name of the file. It computes nothing that is n
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import json
 import os
@@ -89,24 +90,20 @@ class Results:
     @property
     def rows(self) -> list[Row]:
         """What was measured of throughput."""
-        return [Row(**row) for row in self._figures("throughput", "rows")]
+        return self._figures("throughput", "rows")
 
     @property
     def verdicts(self) -> list[Verdict]:
         """What that says of the project's bounds."""
-        return [
-            Verdict(**{**verdict, "answer": Answer(verdict["answer"])})
-            for verdict in self._figures("throughput", "verdicts")
-        ]
+        return self._figures("throughput", "verdicts")
 
     @property
     def rates(self) -> list[Rate]:
         """What was measured of links, kernels and passes."""
-        return [Rate(**rate) for rate in self._figures("rates", "rows")]
+        return self._figures("rates", "rows")
 
-    def _figures(self, stage: str, name: str) -> list[dict[str, Any]]:
-        figures = self.stages[stage].figures if stage in self.stages else {}
-        found: list[dict[str, Any]] = figures.get(name, [])
+    def _figures(self, stage: str, name: str) -> list[Any]:
+        found: list[Any] = self.stages[stage].figures.get(name, []) if stage in self.stages else []
         return found
 
     def add(self, stage: str, finding: Finding, seconds: float) -> None:
@@ -115,16 +112,13 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Write everything as JSON; a process that dies meanwhile leaves what was there before."""
-        plain = {
-            **{name: getattr(self, name) for name in ("device", "date", "command", "rehearsal", "commit")},
-            "stages": {
-                name: {**dataclasses.asdict(finding), "outcome": finding.outcome.value}
-                for name, finding in self.stages.items()
-            },
-        }
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(plain, indent=1) + "\n")
+        part.write_text(json.dumps(dataclasses.asdict(self), indent=1, default=_word) + "\n")
         os.replace(part, path)
+
+
+def _word(member: enum.Enum) -> Any:
+    return member.value
 
 
 def _table(title: str, *names: str, right: tuple[str, ...] = ()) -> Table:

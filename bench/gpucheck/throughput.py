@@ -77,12 +77,10 @@ def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
     todo = requests(context)
 
     def finding(number: int, outcome: Outcome, words: str) -> Finding:
-        judged = [{**asdict(verdict), "answer": verdict.answer.value} for verdict in verdicts(rows)]
-        figures = {"rows": [asdict(row) for row in rows], "verdicts": judged}
         return Finding(
             Outcome.FAILED if failures else outcome,
             "; ".join([f"{number} of {len(todo)} processes measured{words}", *failures[:1]]),
-            figures,
+            {"rows": rows, "verdicts": list(verdicts(rows))},
         )
 
     for number, request in enumerate(todo):

@@ -2,5 +2,5 @@
 
 - compare: `settings` of passes, `contests` with `peers`, `overlap`, `report`; `step_cost` makes a page of it
 - pace: `paced_device`, `timed_model`, `gradient_norms`, `pacing`, `pacing_report`
-- both: `options`
+- both: `options`, `threads`
 """

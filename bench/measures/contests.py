@@ -6,11 +6,10 @@ Both sides do complete steps over as many elements of the same values, with new 
 from __future__ import annotations
 
 import enum
-import functools
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 import superadam
 from measures.peers import LeftOut, Peer
+from measures.threads import computing_threads
 from superadam.cli.bench import floor, passes
 from superadam.cli.bench.arrays import ADAMW_OPTIONS, PassArrays
 from superadam.cli.bench.pairs import Action, Comparison, compare
@@ -92,20 +92,26 @@ class Contest:
     """One comparison.
 
     Attributes:
-        against: name of the peer, or FLOOR.
-        moments: how ours are stored.
+        peer: the other side; None for the floor.
         tensors, numel: number of parameters, and the elements of each.
         threads: of both sides.
-        prepare: creates the tensors and returns our side and the other.
     """
 
     task: Task
-    against: str
-    moments: str
+    peer: Peer | None
     tensors: int
     numel: int
     threads: int
-    prepare: Callable[[], tuple[Side, Side]]
+
+    @property
+    def against(self) -> str:
+        """Name of the peer, or FLOOR."""
+        return FLOOR if self.peer is None else self.peer.name
+
+    @property
+    def moments(self) -> str:
+        """How ours are stored."""
+        return "fp32" if self.peer is None else self.peer.moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +207,13 @@ def floor_of(task: Task, numel: int, threads: int) -> Side:
     return Side(_rest, run)
 
 
-def _against_peer(task: Task, peer: Peer, tensors: int, numel: int) -> tuple[Side, Side]:
-    return ours(task, tensors, numel, peer.moments), theirs(task, peer, tensors, numel)
-
-
-def _against_floor(task: Task, tensors: int, numel: int, threads: int) -> tuple[Side, Side]:
-    return ours(task, tensors, numel), floor_of(task, tensors * numel, threads)
+def sides_of(contest: Contest) -> tuple[Side, Side]:
+    """Make the tensors, and return our side and the other."""
+    task, tensors, numel = contest.task, contest.tensors, contest.numel
+    mine = ours(task, tensors, numel, contest.moments)
+    if contest.peer is None:
+        return mine, floor_of(task, tensors * numel, contest.threads)
+    return mine, theirs(task, contest.peer, tensors, numel)
 
 
 def contests(numel: int, threads: Sequence[int], peers: Sequence[Peer]) -> list[Contest]:
@@ -225,12 +232,8 @@ def contests(numel: int, threads: Sequence[int], peers: Sequence[Peer]) -> list[
 
     def add(task: Task, shapes: Sequence[tuple[int, int]], peers: Sequence[Peer], threads: int, floor: bool) -> None:
         for tensors, numel in shapes:
-            for peer in peers:
-                prepare = functools.partial(_against_peer, task, peer, tensors, numel)
-                found.append(Contest(task, peer.name, peer.moments, tensors, numel, threads, prepare))
-            if floor and tensors * numel >= FLOOR_FROM:
-                to_floor = functools.partial(_against_floor, task, tensors, numel, threads)
-                found.append(Contest(task, FLOOR, "fp32", tensors, numel, threads, to_floor))
+            opponents = [*peers, None] if floor and tensors * numel >= FLOOR_FROM else peers
+            found.extend(Contest(task, opponent, tensors, numel, threads) for opponent in opponents)
 
     fast = [peer for peer in plain if peer.is_one_pass]
     slow = [peer for peer in plain if not peer.is_one_pass]
@@ -248,28 +251,22 @@ def contests(numel: int, threads: Sequence[int], peers: Sequence[Peer]) -> list[
 
 
 def measure(chosen: Sequence[Contest], pairs: int, end: float) -> Iterator[ContestResult | LeftOut]:
-    """Yield one row for each contest as it is measured, over `pairs` of steps; restores thread counts.
+    """Yield one row for each contest as it is measured, over `pairs` of steps.
 
     None begins when `time.monotonic()` is above `end`, or where both sides would not fit into memory.
     """
-    before = torch.get_num_threads(), native.get_num_threads()
-    try:
-        for number, contest in enumerate(chosen):
-            if time.monotonic() > end:
-                yield LeftOut(f"{len(chosen) - number} comparisons", "the time was over")
-                return
-            needed = BYTES_PER_ELEMENT * contest.tensors * contest.numel
-            if needed > (free := HostMemory.of(Host()).available):
-                why = f"needs {gigabytes(needed)} of memory, {gigabytes(free)} are free"
-                yield LeftOut(f"{contest.tensors} x {contest.numel} against {contest.against}", why)
-                continue
-            torch.set_num_threads(contest.threads)
-            native.set_num_threads(contest.threads)
-            first, second = contest.prepare()
+    for number, contest in enumerate(chosen):
+        if time.monotonic() > end:
+            yield LeftOut(f"{len(chosen) - number} comparisons", "the time was over")
+            return
+        needed = BYTES_PER_ELEMENT * contest.tensors * contest.numel
+        if needed > (free := HostMemory.of(Host()).available):
+            why = f"needs {gigabytes(needed)} of memory, {gigabytes(free)} are free"
+            yield LeftOut(f"{contest.tensors} x {contest.numel} against {contest.against}", why)
+            continue
+        with computing_threads(contest.threads):
+            first, second = sides_of(contest)
             renewals = (first.renew, second.renew)
             yield ContestResult(contest, compare(first.run, second.run, pairs, before=renewals))
-            del first, second, renewals
-            gc.collect()  # before the next contest makes its tensors
-    finally:
-        torch.set_num_threads(before[0])
-        native.set_num_threads(before[1])
+        del first, second, renewals
+        gc.collect()  # before the next contest makes its tensors

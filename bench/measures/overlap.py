@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from measures.contests import MAX_GRAD_NORM
+from measures.threads import computing_threads
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
 from superadam.cli.bench.pairs import Action, Comparison, compare
-from superadam.kernels import native
 
 WIDTH = 320
 LAYERS = 8
 HEADS = 5
 VOCABULARY = 256
 SEQ = 256
+SEQUENCES = 8
+"""Of an iteration."""
+
+BUCKET_NUMEL = 1 << 20
+"""Elements of a bucket: few, so that this model has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,12 @@ class _Transformer(nn.Module):
         return logits
 
 
-def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], None]]:
+def _loop() -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], None]]:
     """Return a model, its optimizer, and an action that makes one iteration with them."""
     torch.manual_seed(0)
     model = _Transformer()
     optimizer = SpeculativeCPUAdamW(model.parameters(), **ADAMW_OPTIONS, max_grad_norm=MAX_GRAD_NORM)
-    windows = torch.randint(VOCABULARY, (max(1, tokens // SEQ), SEQ + 1), device="cpu")
+    windows = torch.randint(VOCABULARY, (SEQUENCES, SEQ + 1), device="cpu")
 
     def iterate() -> None:
         logits = model(windows[:, :-1])
@@ -83,31 +88,22 @@ def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], Non
     return model, optimizer, iterate
 
 
-def measure(threads: int, pairs: int, *, tokens: int = 2048, bucket_numel: int = 1 << 20) -> OverlapResult:
-    """Compare iterations; restores thread counts.
-
-    `tokens` of an iteration are rounded to sequences of `SEQ`; buckets are small, so that this model has several.
-    """
-    before = torch.get_num_threads(), native.get_num_threads()
-    torch.set_num_threads(threads)
-    native.set_num_threads(threads)
-    try:
-        model, optimizer, overlapped = _loop(tokens)
-        plain: Action = _loop(tokens)[2]
-        with OffloadScheduler(optimizer, model, bucket_numel=bucket_numel) as scheduler:
+def measure(threads: int, pairs: int) -> OverlapResult:
+    """Compare iterations."""
+    with computing_threads(threads):
+        model, optimizer, overlapped = _loop()
+        plain: Action = _loop()[2]
+        with OffloadScheduler(optimizer, model, bucket_numel=BUCKET_NUMEL) as scheduler:
             comparison = compare(overlapped, plain, pairs)
             statistics = scheduler.statistics
             steps = optimizer.statistics.steps
-        return OverlapResult(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            tokens=max(1, tokens // SEQ) * SEQ,
-            bucket_numel=bucket_numel,
-            buckets=statistics.buckets / steps,
-            hook_seconds=statistics.hook_seconds / steps,
-            hidden_share=statistics.hidden_share,
-            threads=threads,
-            comparison=comparison,
-        )
-    finally:
-        torch.set_num_threads(before[0])
-        native.set_num_threads(before[1])
+    return OverlapResult(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tokens=SEQUENCES * SEQ,
+        bucket_numel=BUCKET_NUMEL,
+        buckets=statistics.buckets / steps,
+        hook_seconds=statistics.hook_seconds / steps,
+        hidden_share=statistics.hidden_share,
+        threads=threads,
+        comparison=comparison,
+    )

@@ -5,7 +5,6 @@ Scheduler, worker, hooks and CPU kernels are the real ones. `measures.paced_devi
 
 from __future__ import annotations
 
-import bisect
 import functools
 import gc
 import math
@@ -21,11 +20,12 @@ from measures import contests
 from measures.gradient_norms import MAX_NORM, gradient_norms
 from measures.paced_device import PacedDevice, Rates
 from measures.peers import FUSED
+from measures.threads import computing_threads
 from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench import passes
 from superadam.cli.bench.arrays import ADAMW_OPTIONS, PassArrays
-from superadam.cli.bench.pairs import Action, Spread
+from superadam.cli.bench.pairs import Action, Spread, times_of
 from superadam.cli.plan.rates import PASSES, WITH_NORM
 from superadam.devices import Stream
 from superadam.kernels import native
@@ -43,6 +43,9 @@ WITHIN, BEYOND = 0.9, 1.1
 
 FORWARD_SHARE = 0.5
 """Forward's time as a share of backward's."""
+
+KEPT_SHARE = 0.5
+"""Share of the parameters whose state "auto" may keep on the device."""
 
 SETTLING = 4
 """Turns in which "auto" measures and chooses, with some in reserve."""
@@ -68,7 +71,6 @@ class Side:
 
     Attributes:
         step: runs after backward; returns whether the step was clipped.
-        optimizer: of the scheduler.
         placement: applied before each turn; None leaves the scheduler's.
         seconds: of iterations, by whether they were clipped.
         python: CPU seconds of the training thread, without the device's own, in each iteration that was not clipped: a
@@ -76,7 +78,6 @@ class Side:
         waited: seconds in which the training thread waited for the worker.
         buckets: handed to the worker.
         accepted, redone: tensors whose speculation was published, and those that were updated again with the verdict.
-        depths: number of arrived buckets that were not done, at each arrival.
         trace: of the last turn.
     """
 
@@ -84,7 +85,6 @@ class Side:
     model: TimedModel
     step: Callable[[], bool]
     scheduler: OffloadScheduler | None = None
-    optimizer: SpeculativeCPUAdamW | None = None
     placement: Placement | None = None
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     python: list[float] = field(default_factory=list)
@@ -92,7 +92,6 @@ class Side:
     buckets: int = 0
     accepted: int = 0
     redone: int = 0
-    depths: list[int] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
 
     def iterate(self) -> bool:
@@ -110,7 +109,7 @@ class Side:
 
     def turn(self, timed: int) -> None:
         """Run some iterations untimed, and then some timed."""
-        device, scheduler, optimizer = self.model.device, self.scheduler, self.optimizer
+        device, scheduler = self.model.device, self.scheduler
         self.model.step = 0
         if scheduler is not None and self.placement is not None:
             place = self.placement
@@ -119,8 +118,9 @@ class Side:
             )
         for _ in range(WARM_UPS):
             self.iterate()
-        before = replace(scheduler.statistics) if scheduler is not None else None
-        steps_before = replace(optimizer.statistics) if optimizer is not None else None
+        before = None
+        if scheduler is not None:
+            before = replace(scheduler.statistics), replace(scheduler.optimizer.statistics)
         begin = end = device.record(Stream.CURRENT).passed_at()
         for _ in range(timed):
             last, python = end, time.thread_time() - device.own_seconds
@@ -131,17 +131,16 @@ class Side:
             self.seconds[is_clipped].append(end - last)
         device.record(Stream.CURRENT).synchronize()
         if scheduler is not None and before is not None:
-            now = scheduler.statistics
-            self.waited += now.waited_seconds - before.waited_seconds
-            self.buckets += now.buckets - before.buckets
-            if optimizer is not None and steps_before is not None:
-                self.accepted += optimizer.statistics.accepted - steps_before.accepted
-                self.redone += optimizer.statistics.respeculated - steps_before.respeculated
+            now, steps = scheduler.statistics, scheduler.optimizer.statistics
+            self.waited += now.waited_seconds - before[0].waited_seconds
+            self.buckets += now.buckets - before[0].buckets
+            self.accepted += steps.accepted - before[1].accepted
+            self.redone += steps.respeculated - before[1].respeculated
             self._look_back(scheduler, begin)
             scheduler.synchronize()  # or its worker would run in another side's turn
 
     def _look_back(self, scheduler: OffloadScheduler, since: float) -> None:
-        """Record queue depths and trace of the turn."""
+        """Record the trace of the turn."""
         self.trace = Trace()
         for span in scheduler.trace.spans:
             if span.begin >= since and span.track in ("training", "worker"):
@@ -149,10 +148,6 @@ class Side:
         for busy in list(self.model.device.busy):
             if busy.begin >= since:
                 self.trace.add(busy.name, _TRACKS[busy.stream], busy.begin, busy.end)
-        spans = scheduler.trace.spans
-        done = sorted(span.end for span in spans if span.end >= since and span.name in ("adam", "norm", "norm to host"))
-        arrived = sorted(span.end for span in self.trace.spans if span.track == "download")
-        self.depths += [1 + index - bisect.bisect_right(done, at) for index, at in enumerate(arrived)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,6 @@ class SideResult:
         python_seconds: of its CPU time in steps that were not clipped, without what the device takes of it; None
             without any.
         bucket_seconds: of that, for each bucket, in hooks and in the step: what it takes longer than with the clock.
-        queue_depth, deepest_queue: mean and maximum of arrived buckets that were not done.
     """
 
     name: str
@@ -188,8 +182,6 @@ class SideResult:
     waited_seconds: float
     python_seconds: float | None
     bucket_seconds: float | None
-    queue_depth: float
-    deepest_queue: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +233,6 @@ class Settings:
         rates: of the device.
         threads: of the CPU.
         rounds: turns of each side.
-        free_share: share of the parameters whose state "auto" may keep on the device.
         lr: learning rate.
         clipped: share of clipped steps; None for one in `CLIP_EVERY`, whose times do not count.
         last_share: of the elements, in the tensor whose gradient comes last; None where all tensors have one size.
@@ -250,24 +241,20 @@ class Settings:
     rates: Rates
     threads: int
     rounds: int
-    free_share: float
     lr: float
     clipped: float | None = None
     last_share: float | None = None
 
 
 def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Settings) -> Iterator[Row]:
-    """Yield one row for each ratio; thread counts are restored at the end.
+    """Yield one row for each ratio.
 
     Args:
         parameters, layers: of the model; a layer has one tensor of a multiple of 64 elements.
         ratios: of backward's time to the CPU's Adam time.
         settings: all else.
     """
-    before = torch.get_num_threads(), native.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    native.set_num_threads(settings.threads)
-    try:
+    with computing_threads(settings.threads):
         gradients = Gradients(_numels(parameters, layers, settings.last_share), WARM_UPS + TIMED)
         norms = norms_of_turns(settings.clipped, settings.rounds)
         models = [TimedModel(gradients) for _ in range(3)]
@@ -282,9 +269,6 @@ def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Set
                 row = _row(gradients, models, optimizers, plain_steps, norms, ratio, settings)
             yield row
             gc.collect()  # schedulers are in cycles, which hold gigabytes
-    finally:
-        torch.set_num_threads(before[0])
-        native.set_num_threads(before[1])
 
 
 def _numels(parameters: int, layers: int, last_share: float | None) -> list[int]:
@@ -337,7 +321,7 @@ def _row(
     rates, threads = settings.rates, settings.threads
     total = sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
-    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
+    free_bytes = int((KEPT_SHARE * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
     for model in models:
         model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam
@@ -354,7 +338,7 @@ def _row(
             scheduler = stack.enter_context(
                 OffloadScheduler(optimizer, model, gpu_buckets=buckets, num_threads=threads, device=model.device)
             )
-            return Side("auto", model, functools.partial(_step, model, optimizer), scheduler, optimizer), scheduler
+            return Side("auto", model, functools.partial(_step, model, optimizer), scheduler), scheduler
 
         (auto, _), (first, scheduler) = overlapped(0, "auto"), overlapped(1, 0)
         for number in range(SETTLING):
@@ -362,8 +346,8 @@ def _row(
             auto.settle()
             first.settle()
         fixed = [
-            Side("fixed", first.model, first.step, scheduler, first.optimizer, placement)
-            for placement in sweep(scheduler.placement, total, settings.free_share)
+            Side("fixed", first.model, first.step, scheduler, placement)
+            for placement in sweep(scheduler.placement, total, KEPT_SHARE)
         ]
         clock, *after = (
             Side(name, models[2], functools.partial(step, models[2]))
@@ -454,14 +438,9 @@ def _step_after_backward(action: Action, model: TimedModel) -> bool:
     return _drop_gradients(model)
 
 
-def _seconds_of(action: Action, clock: Callable[[], float] = time.perf_counter) -> float:
+def _seconds_of(action: Action) -> float:
     """Return the time of the shortest run: what other processes add says nothing about the action."""
-    seconds = []
-    for _ in range(WARM_UPS + TIMED + 1):
-        begin = clock()
-        action()
-        seconds.append(clock() - begin)
-    return min(seconds[WARM_UPS:])
+    return min(times_of(action, TIMED + 1))
 
 
 def seconds_of_passes(numel: int, threads: int) -> dict[str, float]:
@@ -497,8 +476,6 @@ def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> Si
         waited_seconds=side.waited / count,
         python_seconds=python,
         bucket_seconds=bucket,
-        queue_depth=statistics.fmean(side.depths) if side.depths else 0.0,
-        deepest_queue=max(side.depths, default=0),
     )
 
 

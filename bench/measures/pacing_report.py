@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
-from rich import box
 from rich.table import Table
 
 from measures.gradient_norms import MAX_NORM
 from measures.pacing import CLIP_EVERY, Row, Settings, SideResult
 from superadam.cli.bench.report import Environment, in_words
+from superadam.cli.console import new_table
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.
 _SIDES = {"auto": "#0072B2", "best": "#009E73", "after_backward": "#E69F00", "torch": "#D55E00"}
@@ -40,9 +39,8 @@ def to_table(rows: Sequence[Row], settings: Settings) -> Table:
 
     Where a share of clipped steps was asked for, it shows what became of speculation instead of Python's time.
     """
-    last = ("accepted", "redone") if settings.clipped is not None else ("Python", "us/b.", "queue")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("side", no_wrap=True)
+    last = ("accepted", "redone") if settings.clipped is not None else ("Python", "us/b.")
+    table = new_table("side")
     table.add_column("placement", no_wrap=True, style="dim")
     for name in ("ms", "/clock", "hidden", "waited", *last):
         table.add_column(name, justify="right", no_wrap=True, style="bold" if name == "/clock" else "")
@@ -64,9 +62,9 @@ def _columns(side: SideResult, settings: Settings) -> list[str]:
         last = [waited, f"{side.accepted:.0%}", f"{side.redone:.0%}"] if side.placement else [""] * 3
     elif side.placement:
         bucket = "" if side.bucket_seconds is None else f"{1e6 * side.bucket_seconds:.0f}"
-        last = [waited, python, bucket, str(side.deepest_queue)]
+        last = [waited, python, bucket]
     else:
-        last = ["", python, "", ""]
+        last = ["", python, ""]
     return [
         side.placement,
         f"{1e3 * side.typical_seconds:.1f}",
@@ -91,7 +89,7 @@ def notes(rows: Sequence[Row], settings: Settings) -> list[str]:
         times = f"without the clipped steps, one in {CLIP_EVERY}"
         more = (
             "Python: of its CPU time, without the device's own; us/b.: of that, what each bucket takes in hooks and in "
-            "the step; queue: the most buckets that had arrived and were not done"
+            "the step"
         )
     else:
         times = "of steps that are clipped and of others, weighted by their number"
@@ -139,7 +137,6 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     groups = sorted({(row.parameters, row.layers) for row in rows})
     with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(max(7.5, 5.5 * len(groups)), 7.5), dpi=150, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(2, len(groups), sharex=True, sharey="row", squeeze=False)
         for column, (parameters, layers) in enumerate(groups):
             some = sorted((row for row in rows if (row.parameters, row.layers) == (parameters, layers)), key=_ratio)

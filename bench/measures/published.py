@@ -39,7 +39,7 @@ class Prediction:
 
 
 def rows() -> list[dict[str, str]]:
-    """Return all published rows."""
+    """Return all published rows; of one that is not predicted, `not_predicted` says what it does not say."""
     with FIGURES.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -221,40 +221,6 @@ def predictions() -> Mapping[str, Callable[[], Prediction]]:
     }
 
 
-MISSING = {
-    "prime-30b-none-16384": "the clock of another row",
-    "prime-30b-none-65536": "the clock of another row",
-    "prime-30b-none-32768": "the clock of another row",
-    "ao-1.1b-0": "the clock of other rows",
-    "prime-4b-grad": "steps on the GPU: not this schedule",
-    "nemo-0.6b-1": "no batch, and no clock",
-    "nemo-0.6b-2": "no batch, and no clock",
-    "nemo-0.6b-3": "no batch, and no clock",
-    "bridge-30b-0": "no seconds, only ratios",
-    "bridge-30b-100": "no seconds, only ratios",
-    "mlite-8l-mfsdp": "no number of parameters",
-    "mlite-8l-fsdp2": "no number of parameters",
-    "mlite-8l-hdo": "no number of parameters",
-    "mlite-35b-distopt": "two cores for eight ranks, of an unnamed processor",
-    "fsdp2-elem-1rank": "two threads of an unnamed processor",
-    "zo-3b-free": "no tokens of a sequence, and no clock",
-    "zo-3b-bound": "no tokens of a sequence, and no clock",
-    "zf-3b-old": "no tokens of a sequence, and no clock",
-    "ds8207-1.5b": "backward alone, of copies that block",
-    "ds8207-3b": "backward alone, of copies that block",
-    "mega-gh200-7.6": "no batch",
-    "mega-gh200-32.8": "no batch",
-    "torchtune-70b": "no batch, and no clock",
-    "ds6834-72b": "a ratio of unnamed processors",
-    "ds735-11.6b": "an unnamed processor",
-    "sds-flux-5090": "steps on the GPU: not this schedule",
-    "miles-35b-bf16": "state on disks: not this schedule",
-    "miles-35b-fp8": "state on disks: not this schedule",
-    "mcore-dsv3": "steps on the GPU: not this schedule",
-}
-"""Why a row is not predicted: what it does not say."""
-
-
 def figures_table() -> list[str]:
     """Return all rows of the file in Markdown, predicted or not."""
     lines = ["| published | figure | by the model | decided by |", "|---|---|---|---|"]
@@ -265,7 +231,7 @@ def figures_table() -> list[str]:
             lines.append(f"| {name} | {predicted.published} | {predicted.predicted} | {predicted.decided_by} |")
         else:
             figure = row["step_s"] or row["optimizer_s"] or row["tflops_per_gpu"] or row["tokens_per_s"] or "none"
-            lines.append(f"| {name} | {figure} | not predicted | {MISSING[row['id']]} |")
+            lines.append(f"| {name} | {figure} | not predicted | {row['not_predicted']} |")
     return lines
 
 

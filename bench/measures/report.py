@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -33,10 +33,10 @@ class Results:
 def to_json(environment: report.Environment, results: Results) -> dict[str, Any]:
     """Return everything as plain values: seconds, bytes, elements and ratios."""
     return {
-        "environment": report.plain(environment),
+        "environment": asdict(environment),
         "packages": versions(results.peers),
         "openmp": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "GOMP_"))},
-        "left_out": [report.plain(each) for each in results.left_out],
+        "left_out": [asdict(each) for each in results.left_out],
         "passes": [report.pass_as_json(row) for row in results.passes],
         "contests": [
             {
@@ -51,7 +51,7 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
             for row in results.contests
         ],
         "overlap": [
-            {name: value for name, value in report.plain(row).items() if name != "comparison"}
+            {name: value for name, value in asdict(row).items() if name != "comparison"}
             | report.comparison_as_json(row.comparison)
             for row in results.overlap
         ],
@@ -69,7 +69,7 @@ def to_text(content: dict[str, Any]) -> str:
 
 def to_table(results: Results) -> Table:
     """Return the one table: passes over the floor, steps over those of peers, iterations over plain ones."""
-    table = report.new_table()
+    table = report.comparisons_table()
     report.add_passes(table, results.passes)
     for section, rows in itertools.groupby(results.contests, lambda row: _section(row.contest)):
         report.add_section(table, section)

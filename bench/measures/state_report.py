@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +29,7 @@ from measures.state_training import (
     Training,
 )
 from superadam.cli.bench.report import Environment
+from superadam.cli.console import new_table
 from superadam.cli.usage import UsageError
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.
@@ -69,7 +68,7 @@ class TrainingResults:
         rows = held.pop("runs")
         if different := [name for name in about if held.get(name) != about[name]]:
             raise UsageError(f"{file} has other {' and '.join(different)}; give --json a new name")
-        return TrainingResults(held, [_result(row) for row in rows], file)
+        return TrainingResults(held, [Result(**row | {"run": Run(**row["run"])}) for row in rows], file)
 
     def of(self, run: Run) -> Result | None:
         """Return the result of a run, if there is one."""
@@ -85,21 +84,6 @@ class TrainingResults:
         if self.file is not None:
             content = {**self.about, "runs": [dataclasses.asdict(result) for result in self.results]}
             self.file.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _result(row: dict[str, Any]) -> Result:
-    def pairs(values: list[list[Any]]) -> list[tuple[int, float]]:
-        return [(step, value) for step, value in values]
-
-    return Result(
-        run=Run(**row["run"]),
-        held_out=pairs(row["held_out"]),
-        training=row["training"],
-        errors={name: pairs(values) for name, values in row["errors"].items()},
-        drifts={name: pairs(values) for name, values in row["drifts"].items()},
-        seconds=row["seconds"],
-        sha256=row["sha256"],
-    )
 
 
 def _version(package: str) -> str | None:
@@ -125,24 +109,10 @@ def _title(run: Run) -> str:
     return f"{run.part}, lr {run.lr:g}, beta2 {run.beta2:g}"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-    )
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    return table
-
-
 def losses_table(results: TrainingResults, setting: Run) -> Table:
     """Return the table of held-out losses in a setting: of each format, and where they lie among those of fp32 runs."""
     columns = "state", "bytes", "runs", "held out", "- fp32", "in range", "in 95 %"
-    table = _table(f"loss, {_title(setting)}", *columns)
+    table = new_table(*columns, title=f"loss, {_title(setting)}", title_justify="left")
     among = spread(results, setting)
     if among is not None:
         table.add_row("fp32, the least", "", "", "", "", f"{among.least:.4f}", f"{among.low:.4f}")
@@ -168,7 +138,8 @@ def marks_table(results: TrainingResults, setting: Run) -> Table | None:
         return None
     what, found = ("error of the update", led.errors) if led.errors else ("drift of masters", led.drifts)
     marks = [str(step) for step, _ in led.held_out]
-    table = _table(f"{what}, {_title(setting)}", "at step", *marks, f"{marks[-1]}/{marks[0]}")
+    columns = ("at step", *marks, f"{marks[-1]}/{marks[0]}")
+    table = new_table(*columns, title=f"{what}, {_title(setting)}", title_justify="left")
     for name, pairs in found.items():
         values = [value for _, value in pairs]
         table.add_row(name, *(f"{value:.4f}" for value in values), f"{values[-1] / values[0]:.2f}" if values[0] else "")
@@ -216,7 +187,6 @@ def draw(results: TrainingResults) -> Figure:
     tuned = [run for run in settings if run.part == FINE_TUNING][:2]
     with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(11, 9.5), facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
         rows = figure.subplots(3, 2)
         for column, run in enumerate(scratch):
             _draw_losses(rows[0][column], results, run)

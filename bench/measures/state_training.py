@@ -12,7 +12,7 @@ import math
 import statistics
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ MARKS = 5
 
 AROUND = 8
 """Steps that the error at a mark is the mean of."""
+
+Mark = tuple[int, float]
+"""A step, and what was measured there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +103,19 @@ class Result:
     """What a run showed.
 
     Attributes:
-        held_out: (step, mean loss in nats per byte) of held-out text.
+        held_out: step and mean loss in nats per byte of held-out text, in pairs.
         training: mean loss of the last tenth of the steps.
-        errors: by format, (step, relative error of the update).
-        drifts: by format, (step, distance of masters from fp32 ones over what those have moved).
+        errors: by format, step and relative error of the update.
+        drifts: by format, step and distance of masters from fp32 ones over what those have moved.
         seconds: of the CPU.
         sha256: of the final weights.
     """
 
     run: Run
-    held_out: list[tuple[int, float]]
+    held_out: Sequence[Mark]
     training: float
-    errors: dict[str, list[tuple[int, float]]]
-    drifts: dict[str, list[tuple[int, float]]]
+    errors: Mapping[str, Sequence[Mark]]
+    drifts: Mapping[str, Sequence[Mark]]
     seconds: float
     sha256: str
 
@@ -130,7 +133,7 @@ class Text:
     def of(name: str, content: bytes, seq: int) -> Text:
         """Divide `content`; raises UsageError where a part is too short for a window."""
         if len(content) < 16 * (seq + 1):
-            raise UsageError(f"{name} holds {len(content)} bytes; give a text of at least {16 * (seq + 1)}")
+            raise UsageError(f"the sources of {name} are not installed; use a Python that has them")
         values, end = torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content) - len(content) // 16
         return Text(name, values[:end], values[end:], hashlib.sha256(content).hexdigest())
 
@@ -180,7 +183,7 @@ class UpdateErrors:
             error = (_flat(self._shadows[name]) - exact).norm() / exact.norm()
             found.setdefault(mark, []).append(float(error))
 
-    def at_marks(self) -> dict[str, list[tuple[int, float]]]:
+    def at_marks(self) -> dict[str, list[Mark]]:
         """Return by format the marks, and the mean of the errors around each."""
         return {
             name: [(mark, statistics.fmean(errors)) for mark, errors in found.items()]
@@ -200,7 +203,7 @@ class Drifts:
             self._shadows[name] = list(copies.values())
             self._sides[name] = FORMATS[name].make(own, betas)
         self._first = _flat(self._parameters)
-        self._found: dict[str, list[tuple[int, float]]] = {name: [] for name in formats}
+        self._found: dict[str, list[Mark]] = {name: [] for name in formats}
 
     def follow(self, lr: float) -> None:
         """Make the step that the parameters are about to make."""
@@ -216,7 +219,7 @@ class Drifts:
         for name, side in self._sides.items():
             self._found[name].append((step, float((_flat(side.masters()) - masters).norm() / moved)))
 
-    def at_marks(self) -> dict[str, list[tuple[int, float]]]:
+    def at_marks(self) -> dict[str, list[Mark]]:
         """Return by format the marks, and the drift at each."""
         return self._found
 
@@ -230,8 +233,8 @@ class Training:
     """The texts, and the weights with which fine-tuning begins.
 
     Attributes:
-        text: the standard library's sources, or those of a file.
-        other: what is fine-tuned on: the sources of its tests, or of a file.
+        text: the standard library's sources.
+        other: what is fine-tuned on: the sources of its tests.
         trained: bf16 weights of the first fp32 run, once there was one.
     """
 
@@ -339,30 +342,22 @@ def _digest(parameters: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read_texts(path: str | None, other: str | None, seq: int) -> tuple[Text, Text]:
-    """Return the text and the other text, each a file's, or of the standard library and of its tests.
+def read_texts(seq: int) -> tuple[Text, Text]:
+    """Return the sources of the standard library and those of its tests, in the order of their paths' digests.
 
     Raises:
-        UsageError: a file cannot be read or is too short, or this Python has no sources.
+        UsageError: this Python has no sources.
     """
-    return _read(path, "Python's standard library", seq), _read(other, "tests of Python's standard library", seq)
-
-
-def _read(path: str | None, name: str, seq: int) -> Text:
-    """Return a file's text, or that of Python's sources of this name, in the order of their paths' digests."""
-    if path is not None:
-        try:
-            return Text.of(path, Path(path).read_bytes(), seq)
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}; give a file that can be read") from error
     root, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
-    if name.startswith("tests"):
-        chosen = [path for path in paths if path.parts[0] == "test" and "data" not in path.parts]
-    else:
-        chosen = [path for path in paths if others.isdisjoint(path.parts[:-1])]
-    chosen.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
-    return Text.of(name, b"".join((root / path).read_bytes() for path in chosen), seq)
+    paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+    library = [path for path in paths if others.isdisjoint(path.parts[:-1])]
+    tests = [path for path in paths if path.parts[0] == "test" and "data" not in path.parts]
+
+    def text(name: str, chosen: Sequence[Path]) -> Text:
+        return Text.of(name, b"".join((root / path).read_bytes() for path in chosen), seq)
+
+    return text("Python's standard library", library), text("tests of Python's standard library", tests)
 
 
 @dataclass(frozen=True, slots=True)

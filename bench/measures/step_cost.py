@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from measures.contests import FLOOR, MANY_NUMEL, Task
@@ -190,7 +189,6 @@ def draw(costs: StepCosts) -> str:
     }
     with rc_context({**options, "svg.fonttype": "none"}):
         figure = Figure(figsize=(11, 6.5), facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(2, len(Task), sharey=True)
         for column, task in enumerate(Task):
             _draw(axes[0][column], costs, task, "elements of one tensor", lambda t, n: n if t == 1 else None)

@@ -19,11 +19,11 @@ import torch
 
 from measures.paced_device import PacedDevice
 from measures.paced_device import Rates as Links
+from measures.threads import computing_threads
 from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.plan.schedule import buckets_of, parts_of
 from superadam.devices import Stream
-from superadam.kernels import native
 from superadam.offload.placement import Placement, numel_of_buckets
 from superadam.plan.events import Passes, Rates, Work, simulate
 from superadam.state.norm import GradientNorm
@@ -48,7 +48,6 @@ class Stretched:
     parameters: int
     buckets: int
     ratio: float
-    resident: int
     clock: float
     measured: float
     quickest: float
@@ -101,36 +100,20 @@ def _passes_last(passes: Passes) -> Iterator[None]:
         Transaction.speculate, Transaction.commit = plain_speculate, plain_commit  # type: ignore[method-assign]
 
 
-def _times(passes: Passes, factor: float) -> Passes:
-    return Passes(*(factor * seconds for seconds in astuple(passes)))
-
-
-def measure(
-    rates: Rates,
-    parameters: int,
-    layers: int,
-    ratio: float,
-    *,
-    bucket_numel: int,
-    resident: int = 0,
-    scale: int = 1024,
-    dilation: float = 4.0,
-) -> Stretched:
-    """Run the scheduler, and simulate it.
+def measure(rates: Rates, parameters: int, layers: int, ratio: float) -> Stretched:
+    """Run the scheduler with buckets of the usual size or larger, and simulate it.
 
     Args:
         rates: of the machine that is imitated, of which Python's own seconds are not used.
         parameters, layers: of the model; a layer has one tensor.
         ratio: of backward's time to Adam's.
-        bucket_numel, resident: elements of a bucket, and buckets that stay on the device.
-        scale: by which everything is divided.
-        dilation: how much slower the clock runs.
     """
+    bucket_numel = max(numel_of_buckets(parameters), parameters // BUCKETS)
+    scale = 1 << max(0, round(math.log2(parameters / SMALL_NUMEL)))
+    dilation = max(1.0, SECONDS / (rates.passes.fused * bucket_numel))
+    bucket_numel = -(-bucket_numel // scale) * scale
     numel = max(64, parameters // layers // scale // 64 * 64)
     backward = ratio * rates.passes.fused * numel * scale * layers
-    before = torch.get_num_threads(), native.get_num_threads()
-    torch.set_num_threads(1)
-    native.set_num_threads(1)
     gradients = Gradients([numel] * layers, 2)
     gradients.scale_to([0.5, 0.5])
     model = TimedModel(gradients)
@@ -138,31 +121,28 @@ def measure(
     model.device = PacedDevice(links, free_bytes=1 << 40, constants=gradients.sets, norms=gradients.sums)
     model.backward_seconds, model.forward_seconds = dilation * backward, dilation * FORWARD_SHARE * backward
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+    slowed = Passes(*(scale * dilation * seconds for seconds in astuple(rates.passes)))
     ends: list[float] = []
-    with _passes_last(_times(rates.passes, scale * dilation)), without_samples():
-        scheduler = OffloadScheduler(
-            optimizer,
-            model,
-            device=model.device,
-            num_threads=1,
-            bucket_numel=bucket_numel // scale,
-            gpu_buckets=resident,
-        )
-        with scheduler:
-            for _ in range(SETTLING + TIMED):
-                model().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                ends.append(model.device.record(Stream.CURRENT).passed_at())
-            model.device.record(Stream.CURRENT).synchronize()
-            model.device.constants.clear()
-            model.step = 0
-    torch.set_num_threads(before[0])
-    native.set_num_threads(before[1])
+    with (
+        computing_threads(1),
+        _passes_last(slowed),
+        without_samples(),
+        OffloadScheduler(
+            optimizer, model, device=model.device, num_threads=1, bucket_numel=bucket_numel // scale, gpu_buckets=0
+        ),
+    ):
+        for _ in range(SETTLING + TIMED):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(model.device.record(Stream.CURRENT).passed_at())
+        model.device.record(Stream.CURRENT).synchronize()
+        model.device.constants.clear()
+        model.step = 0
     gaps = [(end - begin) / dilation for begin, end in itertools.pairwise(ends)][-TIMED:]
-    placement = Placement(resident, bucket_numel, None, 1)
     shape = torch.empty(numel * scale, dtype=torch.bfloat16, device="meta")
-    buckets = buckets_of(parts_of([(shape, 1 / layers)] * layers, bucket_numel), placement)
+    parts = parts_of([(shape, 1 / layers)] * layers, bucket_numel)
+    buckets = buckets_of(parts, Placement(0, bucket_numel, None, 1))
     work = Work(buckets, FORWARD_SHARE * backward, backward, bucket_numel=bucket_numel)
     python = {name: getattr(rates, name) / dilation for name in ("worker_per_bucket", "step_per_bucket")}
     step = simulate(replace(rates, **python), work)
@@ -170,18 +150,8 @@ def measure(
         numel * scale * layers,
         len(buckets),
         ratio,
-        resident,
         step.clock,
         statistics.median(gaps),
         min(gaps),
         step.seconds,
     )
-
-
-def of_size(rates: Rates, parameters: int, layers: int, ratio: float) -> Stretched:
-    """Measure a model with buckets of the usual size or larger, at a scale and a dilation that suit it."""
-    bucket_numel = max(numel_of_buckets(parameters), parameters // BUCKETS)
-    scale = 1 << max(0, round(math.log2(parameters / SMALL_NUMEL)))
-    dilation = max(1.0, SECONDS / (rates.passes.fused * bucket_numel))
-    bucket_numel = -(-bucket_numel // scale) * scale
-    return measure(rates, parameters, layers, ratio, bucket_numel=bucket_numel, scale=scale, dilation=dilation)

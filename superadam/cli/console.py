@@ -1,8 +1,12 @@
-"""The console that commands print to: rich's, which is optional, so that this is imported where it is used."""
+"""The console that commands print to, and their tables: rich's, which is optional: imported where they are used."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import rich.console
+from rich import box
+from rich.table import Table
 
 
 class Console(rich.console.Console):
@@ -11,3 +15,14 @@ class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
         """Raise what rich has caught."""
         raise
+
+
+def new_table(*columns: str, gap: int = 1, **how: Any) -> Table:
+    """Return a table without rows, whose columns stand to the right but for the first, with a gap between them.
+
+    `how` are further arguments of rich's `Table`.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", **how)
+    for name in columns:
+        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
+    return table

@@ -25,8 +25,9 @@ NUMEL = 3 * native.CHUNK
 
 @pytest.fixture
 def two_layers(monkeypatch):
-    """Let the model of iterations be a quarter as deep."""
+    """Let the model of iterations be a quarter as deep, and see one sequence."""
     monkeypatch.setattr(overlap, "LAYERS", 2)
+    monkeypatch.setattr(overlap, "SEQUENCES", 1)
 
 
 def test_axes_are_varied_by_themselves():
@@ -122,11 +123,12 @@ def test_a_peer_that_cannot_run_is_left_out_with_the_reason():
     ]
 
 
-def test_what_does_not_fit_or_begins_too_late_is_left_out():
-    def never():
+def test_what_does_not_fit_or_begins_too_late_is_left_out(monkeypatch):
+    def never(contest):
         raise AssertionError("was prepared")
 
-    large = contests.Contest(contests.Task.CLIP, "torch fused", "fp32", 1, 1 << 50, 1, never)
+    monkeypatch.setattr(contests, "sides_of", never)
+    large = contests.Contest(contests.Task.CLIP, peers.FUSED, 1, 1 << 50, 1)
     (left,) = contests.measure([large], 1, math.inf)
     assert left.what == f"1 x {1 << 50} against torch fused"
     assert "of memory" in left.why
@@ -152,14 +154,14 @@ def test_steps_are_measured_at_every_size():
 def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch):
     models, build = [], overlap._loop
 
-    def kept(tokens):
-        models.append((made := build(tokens))[0])
+    def kept():
+        models.append((made := build())[0])
         return made
 
     monkeypatch.setattr(overlap, "_loop", kept)
     monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: 0)
     before = torch.get_num_threads(), native.get_num_threads()
-    row = overlap.measure(1, 1, tokens=1)
+    row = overlap.measure(1, 1)
     assert (torch.get_num_threads(), native.get_num_threads()) == before
     assert row.buckets == row.hook_seconds == 0  # all is left to step()
     assert (row.tokens, row.threads, row.comparison.pairs) == (overlap.SEQ, 1, 1)
@@ -179,7 +181,7 @@ def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp
     monkeypatch.setattr(contests, "REST", 0.0)
     target = tmp_path / "bench.json"
     before = native.active_isa()
-    words = ["--numel", "8192", "--pairs", "2", "--tokens", "64", "--threads", "2", "1"]
+    words = ["--numel", "8192", "--pairs", "2", "--threads", "2", "1"]
     words += ["--peers", "torch fused", "torch foreach", "--json", str(target)]
     assert compare.main(words) == 0
     printed = capsys.readouterr().out

@@ -60,7 +60,6 @@ def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, c
             assert side["accepted"] + side["redone"] <= 1.0
         for side in (row["auto"], *row["placements"]):
             assert side["clipped_seconds"] is None or side["clipped_seconds"] > 0.0
-            assert side["deepest_queue"] >= side["queue_depth"] > 0.0
         assert any(side["clipped_seconds"] for side in (row["auto"], *row["placements"]))
     assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(target.with_suffix(".trace.json").read_text())["traceEvents"]
@@ -180,7 +179,7 @@ def test_steps_after_backward_hide_nothing():
     ("words", "message"),
     [
         (["--ratios", "1", "0"], "argument --ratios: 0 is not above 0"),
-        (["--free-share", "1.5"], "argument --free-share: 1.5 is above 1"),
+        (["--last-share", "1.5"], "argument --last-share: 1.5 is above 1"),
         (["--clipped", "nan"], "argument --clipped: nan is no finite number of at least 0"),
         (["--lr", "inf"], "argument --lr: inf is no finite number of at least 0"),
         (["--layers", "3", "0"], "argument --layers: 0 is below 1"),

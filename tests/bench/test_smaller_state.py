@@ -1,6 +1,7 @@
 """`bench/smaller_state.py`: its measures are what they say, and a run at a tiny size."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -102,27 +103,35 @@ def test_the_spread_of_runs_is_that_of_one_more():
 
 
 @pytest.fixture
-def words(tmp_path):
-    """Return a tiny run: texts, and numbers."""
-    for name in ("text", "other"):
-        (tmp_path / name).write_text("".join(f"{name} {number}\n" for number in range(1000)))
-    size = "--width 64 --layers 1 --steps 10 --fine-tuning-steps 5 --fine-tuning-lr 1e-5 --beta2 0.9 --held-out 4"
-    text = ["--text", str(tmp_path / "text"), "--other-text", str(tmp_path / "other")]
-    return [*size.split(), *text, "--perturbed", "1", "--json", str(tmp_path / "found.json")]
+def words(tmp_path, monkeypatch):
+    """Return the words of a tiny run, over short texts."""
+    made = [
+        state_training.Text.of(name, "".join(f"{name} {number}\n" for number in range(1000)).encode(), 48)
+        for name in ("text", "other")
+    ]
+    monkeypatch.setattr(smaller_state, "read_texts", lambda seq: tuple(made))
+    return ["--steps", "10", "--beta2", "0.9", "--perturbed", "1", "--json", str(tmp_path / "found.json")]
+
+
+def _make_tiny(monkeypatch, formats):
+    sizes = {"width": 64, "layers": 1, "fine_tuning_steps": 5, "fine_tuning_lrs": (1e-5,), "held_out": 4}
+    tiny = functools.partial(state_training.Settings, **sizes, formats=tuple(formats))
+    monkeypatch.setattr(smaller_state, "Settings", tiny)
 
 
 @pytest.mark.slow
 def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     ours = ["fp32", "8bit", "24bit"]
-    formats = ["--formats", *ours, "bf16 moments to nearest", "bf16 master to nearest"]
+    formats = [*ours, "bf16 moments to nearest", "bf16 master to nearest"]
+    _make_tiny(monkeypatch, formats)
     before = torch.get_num_threads()
-    assert smaller_state.main([*words, *formats, "--picture", str(tmp_path / "found.svg")]) == 0
+    assert smaller_state.main([*words, "--picture", str(tmp_path / "found.svg")]) == 0
     assert torch.get_num_threads() == before
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
-    for word in ("held out", "error of the update", "drift of masters", " of 2", *formats[1:]):
+    for word in ("held out", "error of the update", "drift of masters", " of 2", *formats):
         assert word in printed
     assert "<svg" in (tmp_path / "found.svg").read_text()
 
@@ -131,29 +140,29 @@ def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
     assert len({text["sha256"] for text in read["texts"]}) == 2
     runs = {(row["run"]["part"], row["run"]["format"], row["run"]["seed"]): row for row in read["runs"]}
     parts = (FROM_SCRATCH, FINE_TUNING)
-    each = [*((name, 1) for name in ours), *((name, 0) for name in formats[1:])]
+    each = [*((name, 1) for name in ours), *((name, 0) for name in formats)]
     assert runs.keys() == {(part, *one) for part in parts for one in each}
     scratch, tuned = (runs[part, "fp32", 0] for part in parts)
     assert scratch["errors"].keys() == {"8bit", "bf16 moments to nearest"}
-    assert tuned["drifts"].keys() == set(formats[2:])
+    assert tuned["drifts"].keys() == set(formats[1:])
     for row in runs.values():
         assert [step for step, _ in row["held_out"]] == [
             n * (2 if row["run"]["part"] == FROM_SCRATCH else 1) for n in range(1, 6)
         ]
         assert 0.0 < row["held_out"][-1][1] < 6.0
-    assert len({row["sha256"] for row in runs.values()}) > len(formats)  # formats and seeds change weights
+    assert len({row["sha256"] for row in runs.values()}) > len(formats) + 1  # formats and seeds change weights
 
     monkeypatch.setattr(state_training.Training, "carry_out", None)  # what is in the file is not run again
-    assert smaller_state.main([*words, *formats]) == 0
+    assert smaller_state.main(words) == 0
     assert capsys.readouterr().out == printed
     with pytest.raises(SystemExit):
-        smaller_state.main([*words, *formats, "--steps", "11"])
+        smaller_state.main([*words, "--steps", "11"])
     assert "has other settings" in capsys.readouterr().err
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_weights(words, tmp_path, monkeypatch):
     """Fine-tuning begins with weights of a run from scratch, which another process may have made."""
-    words = [*words, "--formats", "fp32"]
+    _make_tiny(monkeypatch, ["fp32"])
     file = tmp_path / "found.json"
     assert smaller_state.main(words) == 0
     whole = json.loads(file.read_text())

@@ -34,6 +34,6 @@ def test_events_agree_with_the_scheduler_at_ten_buckets(tmp_path: Path, capsys: 
 def test_events_agree_with_the_scheduler_at_a_hundred_buckets() -> None:
     """On a machine that is otherwise idle; this takes minutes."""
     rates = rates_of(machines.read("gh200"))
-    rows = [stretched.of_size(rates, 14_800_000_000, 280, ratio) for ratio in (0.5, 1.0, 1.5)]
+    rows = [stretched.measure(rates, 14_800_000_000, 280, ratio) for ratio in (0.5, 1.0, 1.5)]
     assert all(90 <= row.buckets <= 140 for row in rows)
     assert statistics.median(abs(row.error) for row in rows) < 0.04

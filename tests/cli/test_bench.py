@@ -12,7 +12,7 @@ from support.actions_on_a_clock import Clock
 from superadam.cli import main as cli
 from superadam.cli.bench import command, floor, passes
 from superadam.cli.bench.arrays import PassArrays
-from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
+from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest, times_of
 from superadam.cli.bench.passes import Setting
 from superadam.cli.traffic import bytes_per_element
 from superadam.kernels import native
@@ -81,6 +81,13 @@ def test_the_fastest_is_the_one_with_the_shortest_run():
         *["before", "steady", "before", "noisy"],
         *["before", "noisy", "before", "steady"],
     ]
+
+
+def test_runs_by_themselves_are_timed_after_warm_ups():
+    runs = []
+    seconds = times_of(lambda: runs.append(None), 3)
+    assert (len(runs), len(seconds)) == (WARM_UPS + 3, 3)
+    assert min(seconds) >= 0.0
 
 
 # -- traffic ----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from superadam.cli.bench import passes
+from superadam.cli.bench.floor import Variant
+from superadam.cli.bench.pairs import Comparison, Spread
 from superadam.cli.plan.measure import measured, to_toml
 from superadam.cli.plan.rates import PASSES, seconds_of
-from superadam.kernels.native import Format
+from superadam.kernels.native import Dtype, Format
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind
 
@@ -70,9 +73,15 @@ def test_less_of_a_cpu_makes_no_pass_quicker(name: str, factor: float, machine: 
         assert getattr(seconds_of(after), each) >= getattr(seconds_of(before), each)
 
 
+def compared(seconds: float) -> Comparison:
+    alike = Spread.of([seconds])
+    return Comparison(1, Spread.of([1.0]), alike, alike)
+
+
 def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
+    setting = passes.Setting("scalar", 1, Dtype.BFLOAT16, Dtype.BFLOAT16)
     rows = [
-        {"pass": which.name.lower(), "norm": norm, "moments": "f32", "numel": 1000, "seconds": {"median": 1e-6 * cost}}
+        passes.PassResult(which, norm, setting, 1000, 0.0, Variant(32, 0), compared(1e-6 * cost))
         for cost, which in enumerate(PASSES.values(), 1)
         for norm in (True, False)
     ]
@@ -83,5 +92,3 @@ def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     file.write_text(to_toml(machine))
     assert machines.read(str(file)) == machine
-    with pytest.raises(UnplannableError, match="have no norm over fp32 state"):
-        measured(base, rows[2:], 10**9, "here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
         for row in measure(NUMEL, [setting], PAIRS):
             rows.append(row)
             status.update(f"{len(rows)} of {len(PASSES)} passes")
-    environment, console, table = report.Environment.here(), Console(), report.new_table()
+    environment, console, table = report.Environment.here(), Console(), report.comparisons_table()
     report.add_passes(table, rows)
     console.print(environment.in_words(), highlight=False)
     console.print(table)
     for line in (*report.notes(rows), report.about_ratios(PAIRS), ELSEWHERE):
         console.print(line, style="dim", highlight=False)
     if arguments.json is not None:
-        found = {"environment": report.plain(environment), "passes": [report.pass_as_json(row) for row in rows]}
+        found = {"environment": asdict(environment), "passes": [report.pass_as_json(row) for row in rows]}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

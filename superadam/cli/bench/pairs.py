@@ -93,6 +93,16 @@ def compare(
     return Comparison(pairs, Spread.of(ratios), Spread.of(seconds[0]), Spread.of(seconds[1]))
 
 
+def times_of(action: Action, runs: int) -> list[float]:
+    """Return the seconds of each of some runs, after untimed ones."""
+    seconds = []
+    for _ in range(WARM_UPS + runs):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return seconds[WARM_UPS:]
+
+
 def fastest(
     actions: Sequence[Action], rounds: int, before: Action, *, clock: Callable[[], float] = time.perf_counter
 ) -> int:

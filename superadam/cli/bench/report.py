@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import operator
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
 import superadam
 from superadam.cli.bench.pairs import Comparison
 from superadam.cli.bench.passes import PassResult, Setting
+from superadam.cli.console import new_table
+from superadam.host.machine import Host
 from superadam.kernels.native import Dtype, Format
 
 SHORT_NAMES = {Dtype.FLOAT32: "f32", Dtype.BFLOAT16: "bf16", Dtype.FLOAT16: "f16", Dtype.FLOAT64: "f64"}
@@ -44,7 +43,7 @@ class Environment:
     def here() -> Environment:
         """Return that of this process."""
         return Environment(
-            processor=_processor(),
+            processor=processor_name(Host()) or platform.machine(),
             isa=superadam.active_isa(),
             threads=superadam.get_num_threads(),
             system=platform.platform(),
@@ -59,27 +58,19 @@ class Environment:
         return f"superadam {self.superadam}, torch {self.torch} ({self.torch_capability}), {self.processor}"
 
 
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def plain(record: Any) -> dict[str, Any]:
-    """Return a dataclass as JSON holds it."""
-    return dataclasses.asdict(record)
+def processor_name(host: Host) -> str | None:
+    """Return what the processor calls itself."""
+    lines = host.read_or("/proc/cpuinfo", "").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def comparison_as_json(found: Comparison) -> dict[str, Any]:
     """Return the ratio of the pairs, and the seconds of both sides."""
     return {
         "pairs": found.pairs,
-        "ratio": plain(found.ratio),
-        "seconds": plain(found.first),
-        "against_seconds": plain(found.second),
+        "ratio": asdict(found.ratio),
+        "seconds": asdict(found.first),
+        "against_seconds": asdict(found.second),
     }
 
 
@@ -96,7 +87,7 @@ def pass_as_json(row: PassResult) -> dict[str, Any]:
         "numel": row.numel,
         "bytes_per_element": row.bytes_per_element,
         "bytes_per_second": row.bytes_per_second,
-        "floor": plain(row.floor),
+        "floor": asdict(row.floor),
         **comparison_as_json(row.comparison),
     }
 
@@ -118,15 +109,12 @@ def in_words(count: float) -> str:
     return f"{count / size:.1f} {word}"
 
 
-def new_table() -> Table:
+def comparisons_table() -> Table:
     """Return a table without rows: what was measured, its median time, its rate, and its ratio to something else.
 
     The median time of the other side is not shown: it need not agree with the median of the ratios.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("what", no_wrap=True)
-    for name in ("ms", "GB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table("what", "ms", "GB/s")
     table.add_column("ratio", justify="right", style="bold", no_wrap=True)
     table.add_column("quartiles", justify="right", style="dim", no_wrap=True)
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from superadam.cli.bench.report import processor_name
 from superadam.cli.doctor.finding import Finding, Status
 from superadam.host import cores
 from superadam.host.local_ranks import local_rank
@@ -37,15 +38,14 @@ def instruction_sets(host: Host) -> Finding:
 
 def processors(host: Host) -> Finding:
     """Report the CPU's name, its cores, and how many of its CPUs this process may run on."""
-    lines = [line.partition(":") for line in host.read_or("/proc/cpuinfo", "").splitlines()]
-    names = [text.strip() for key, _, text in lines if key.strip() == "model name"]
+    name = processor_name(host)
     online = cpus_of(host.read("/sys/devices/system/cpu/online"))
     siblings = {
         host.read(path) for path in host.glob("/sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list")
     }
     cores = len(siblings) or len(online)
-    values = {"name": names[0] if names else None, "cores": cores, "cpus": len(online), "allowed": len(host.affinity)}
-    detail = f"{names[0] if names else 'unnamed'}: {cores} cores, {len(online)} CPUs"
+    values = {"name": name, "cores": cores, "cpus": len(online), "allowed": len(host.affinity)}
+    detail = f"{name or 'unnamed'}: {cores} cores, {len(online)} CPUs"
     if online - host.affinity:
         detail += f", of which this process may use {len(host.affinity)} ({ranges_of(host.affinity)})"
     return Finding("processors", Status.OK, detail, values=values)

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from superadam.cli.console import new_table
 from superadam.cli.doctor.finding import Finding, Status
 
 STYLES = {Status.OK: "green", Status.BETTER: "yellow", Status.BROKEN: "bold red", Status.UNKNOWN: "dim"}
@@ -17,7 +17,7 @@ STYLES = {Status.OK: "green", Status.BETTER: "yellow", Status.BROKEN: "bold red"
 
 def to_table(findings: Sequence[Finding]) -> Table:
     """Return one row for each finding, with its remedy below it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = new_table(gap=2, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")

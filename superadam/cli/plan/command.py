@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, folder, or name in the hub's cache")
     parser.add_argument("--machine", metavar="M", help="its name, or a TOML file of that format (gh200)")
-    parser.add_argument("--batch", type=_count, metavar="N", help="sequences of a micro-batch of a rank (1)")
-    parser.add_argument("--seq", type=_count, metavar="N", help="tokens of a sequence (4096)")
+    parser.add_argument("--batch", dest="sequences", type=_count, metavar="N", help="sequences of a micro-batch (1)")
+    parser.add_argument("--seq", dest="tokens", type=_count, metavar="N", help="tokens of a sequence (4096)")
     parser.add_argument("--micro-batches", type=_count, metavar="N", help="of a step (1)")
     parser.add_argument("--ranks", type=_count, metavar="N", help="GPUs among which FSDP2 divides the model (1)")
     parser.add_argument("--loss", choices=["chunked", "full"], default="chunked", help="logits in parts, or whole")
@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="compute layers again (yes)"
     )
-    parser.add_argument("--flow", action="store_true", help="weights in host memory (CPUOffloadPolicy)")
+    parser.add_argument("--flow", dest="flows", action="store_true", help="weights in host memory (CPUOffloadPolicy)")
     parser.add_argument("--gpu-efficiency", type=_efficiency, metavar="X", help="share of its peak (0.45, 0.55, 0.65)")
     parser.add_argument("--clipped", type=_share, default=0.0, metavar="SHARE", help="of steps that are clipped (0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -73,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: a module is not installed, or the model or the machine cannot be planned.
     """
-    require_modules("plan", "transformers", extra="plan")
-    require_modules("plan", "rich", extra="plan")
+    require_modules("plan", "transformers", "rich", extra="plan")
     from superadam.plan import UnplannableError, machines
 
     try:
@@ -107,18 +106,9 @@ def setting_of(arguments: argparse.Namespace) -> tuple[Any, str]:
 
     preset = presets().get(arguments.model)
     setting, machine = (Setting(), "gh200") if preset is None else (preset.setting, preset.machine)
-    given = {
-        "loss": arguments.loss,
-        "checkpointing": arguments.checkpointing,
-        "sequences": arguments.batch,
-        "tokens": arguments.seq,
-        "micro_batches": arguments.micro_batches,
-        "ranks": arguments.ranks,
-        "moments": arguments.moments,
-        "master": arguments.master,
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return replace(setting, **chosen, flows=arguments.flow, clipped=arguments.clipped), arguments.machine or machine
+    names = (field.name for field in fields(Setting))
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return replace(setting, **given), arguments.machine or machine
 
 
 def show(answer: Any) -> None:
@@ -133,16 +123,14 @@ def show(answer: Any) -> None:
         console.print(line, style="bold", highlight=False)
     if answer.timings:
         console.print(report.time_table(answer))
-        for line in report.picture(answer.timings[len(answer.timings) // 2]):
-            console.print(line, highlight=False, no_wrap=True)
     for line in report.notes(answer):
         console.print(line, style="dim", highlight=False)
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from superadam.cli.bench import report
     from superadam.cli.bench.command import NUMEL, PAIRS, setting_of
     from superadam.cli.bench.passes import measure
+    from superadam.cli.bench.report import Environment
     from superadam.cli.console import Console
     from superadam.cli.plan.measure import measured, to_toml
     from superadam.host.machine import Host
@@ -153,8 +141,8 @@ def _measure(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--measure {arguments.measure} exists or has no folder, expected a new file; name another")
     base = machines.read(arguments.machine or "gh200")
     with Console(stderr=True).status("measuring passes"):
-        rows = [report.pass_as_json(row) for row in measure(NUMEL, [setting_of()], PAIRS)]
-    source = report.Environment.here().in_words()
-    machine = measured(base, rows, HostMemory.of(Host()).limit, f"superadam bench: {source}")
+        rows = list(measure(NUMEL, [setting_of()], PAIRS))
+    source = f"superadam bench: {Environment.here().in_words()}"
+    machine = measured(base, rows, HostMemory.of(Host()).limit, source)
     arguments.measure.write_text(to_toml(machine))
     return 0

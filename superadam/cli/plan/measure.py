@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any
 
+from superadam.cli.bench.passes import PassResult
 from superadam.cli.plan.rates import PASSES, WITH_NORM
-from superadam.plan import UnplannableError
 from superadam.plan.machines import Kind, Machine, Rate
 
 
-def measured(base: Machine, rows: Iterable[Mapping[str, Any]], host_bytes: int, source: str) -> Machine:
-    """Return a machine with the passes that `superadam bench --json` has measured, and this host's memory."""
-    seconds = {
-        (row["pass"], row["norm"]): row["seconds"]["median"] / row["numel"] for row in rows if row["moments"] == "f32"
-    }
-    wanted = {name: (which.name.lower(), name in WITH_NORM) for name, which in PASSES.items()}
-    if missing := [key for key, row in wanted.items() if row not in seconds]:
-        raise UnplannableError(
-            f"the results have no {missing[0]} over fp32 state, expected those of all passes; run superadam bench"
-        )
-    passes = {key: Rate(seconds[row], Kind.MEASURED, source) for key, row in wanted.items()}
+def measured(base: Machine, rows: Iterable[PassResult], host_bytes: int, source: str) -> Machine:
+    """Return a machine with measured passes over fp32 state, of which `rows` has all, and this host's memory."""
+    seconds = {(row.which, row.with_norm): row.comparison.first.median / row.numel for row in rows}
+    passes = {name: Rate(seconds[which, name in WITH_NORM], Kind.MEASURED, source) for name, which in PASSES.items()}
     memory = Rate(host_bytes, Kind.MEASURED, source)
     return replace(base, title=f"{base.title}, with this CPU", passes=passes, host_memory=memory)
 
@@ -30,8 +23,8 @@ def to_toml(machine: Machine) -> str:
     """Return the text of a machine's file."""
 
     def line(name: str, rate: Rate) -> str:
-        source = rate.source.replace("\\", "\\\\").replace('"', '\\"')
-        return f'{name} = {{ value = {rate.value!r}, kind = "{rate.kind.value}", source = "{source}" }}'
+        source = json.dumps(rate.source, ensure_ascii=False)
+        return f'{name} = {{ value = {rate.value!r}, kind = "{rate.kind.value}", source = {source} }}'
 
     every = {field.name: getattr(machine, field.name) for field in fields(machine)}
     lines = [f'title = "{machine.title}"', f"one_memory = {str(machine.one_memory).lower()}"]

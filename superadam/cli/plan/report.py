@@ -7,14 +7,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from superadam.cli.console import new_table
 from superadam.cli.plan.answer import Answer, Timing
 from superadam.plan.machines import Kind
 from superadam.plan.memory import MAPPED, RESUMING, SAVING, TRAINING, total
 
-WIDTH = 36  # characters of the picture
 LETTERS = {Kind.EXACT: "", Kind.MEASURED: "m", Kind.PUBLISHED: "p", Kind.ASSUMED: "a"}
 CAUSES = {
     "waited": "waiting for the CPU",
@@ -42,10 +41,7 @@ def title(answer: Answer) -> str:
 
 def memory_table(answer: Answer) -> Table:
     """Return categories by stage: rows of categories, GB."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("GB of a rank")
-    table.add_column("at its peak", justify="right")
-    table.add_column("of", justify="right")
+    table = new_table("GB of a rank", "at its peak", "of", gap=2)
     table.add_column("made of", overflow="fold")
     memory, machine = answer.memory, answer.machine
     for place, stages, limit in (
@@ -112,11 +108,9 @@ def verdict(answer: Answer) -> Iterator[str]:
 
 def time_table(answer: Answer) -> Table:
     """Return a column for each efficiency of the GPU."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     kind = LETTERS[Kind.ASSUMED]  # as is the GPU's efficiency
-    table.add_column("the GPU reaches, of its peak")
-    for timing in answer.timings:
-        table.add_column(f"{timing.efficiency:.2f}a", justify="right")
+    efficiencies = (f"{timing.efficiency:.2f}{kind}" for timing in answer.timings)
+    table = new_table("the GPU reaches, of its peak", *efficiencies, gap=2)
     rows: dict[str, Callable[[Timing], str]] = {
         "seconds of a step": lambda t: f"{t.step.seconds:.3f}",
         "of forward and backward": lambda t: f"{t.step.clock:.3f}",
@@ -139,20 +133,6 @@ def time_table(answer: Answer) -> Table:
 
 def _exposed(cause: str, timing: Timing) -> str:
     return f"{getattr(timing.step, cause):.3f}"
-
-
-def picture(timing: Timing) -> list[str]:
-    """Return a step as bars: what the GPU computes, and what the step is longer by."""
-    step = timing.step
-    bars = {"forward, backward": step.clock, **{words: getattr(step, name) for name, words in CAUSES.items()}}
-    longest = max(step.seconds, step.clock)
-    lines, begin = [], 0.0
-    for words, seconds in bars.items():
-        first, last = round(WIDTH * begin / longest), round(WIDTH * min(longest, begin + seconds) / longest)
-        begin += seconds
-        if seconds > 0:
-            lines.append(f"{words:>31} {' ' * first}{'█' * max(1, last - first):<{WIDTH - first}} {seconds:.3f} s")
-    return lines
 
 
 def notes(answer: Answer) -> Iterator[str]:
