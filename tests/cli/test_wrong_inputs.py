@@ -1,4 +1,4 @@
-"""Wrong inputs to the command line, `convert`, `doctor`, `bench` and `plan`: one sentence on stderr, status 2, and no file."""
+"""Wrong inputs to `superadam`, `convert`, `doctor`, `bench` and `plan`: one sentence on stderr, status 2, no file."""
 
 import re
 from collections.abc import Iterator
