@@ -378,24 +378,6 @@ def test_the_table_fits_and_says_everything(width):
     assert report.summary(FINDINGS) == "1 ok, 1 could be better, 1 broken"
 
 
-def test_json_holds_every_finding():
-    read = json.loads(json.dumps(report.to_json(FINDINGS)))
-    assert read["broken"] is True
-    assert [finding["status"] for finding in read["findings"]] == ["ok", "could be better", "broken"]
-    assert read["findings"][0]["values"] == {"n": 1}
-
-
-@pytest.mark.parametrize(("words", "as_json"), [(["doctor"], False), (["doctor", "--json"], True)])
-def test_the_command_reports_this_machine(monkeypatch, capsys, words, as_json):
-    monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
-    assert cli.main(words) == 0
-    printed = capsys.readouterr().out
-    if as_json:
-        assert [finding["name"] for finding in json.loads(printed)["findings"]] == [name for name, _ in PROBES]
-    else:
-        assert all(name in printed for name, _ in PROBES)
-
-
 WRONG = {"SUPERADAM_ISA": "sse9", "SUPERADAM_THREADS": "0"}
 NOISE = """
 import ctypes, logging, os, subprocess, sys, warnings
@@ -476,7 +458,9 @@ def test_one_report_of_two_ranks_with_what_is_broken_and_status_1(fresh_native, 
         assert cli.main(["doctor", "--json"]) == status
         printed.append(capsys.readouterr().out)
     assert printed[1] == ""
-    findings = {finding["name"]: finding for finding in json.loads(printed[0])["findings"]}
+    told = json.loads(printed[0])
+    assert told["broken"] is True
+    findings = {finding["name"]: finding for finding in told["findings"]}
     broken = {name for name, finding in findings.items() if finding["status"] == "broken"}
     assert broken == {"instruction sets", "threads"}
     assert findings["memory bandwidth"]["status"] == "ok"

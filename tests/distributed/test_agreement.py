@@ -379,24 +379,3 @@ def test_gradients_that_others_hold_are_not_taken(rank):
         assert (optimizer.statistics.accepted == 4) is (held == "nothing")
     del results[4]  # of all gradients in that storage
     assert results[1] == results[2] == results[3] != results[0]
-
-
-@on_ranks(2)
-def test_rollback_on_one_rank(rank):
-    """What is taken where makes no difference."""
-    results = []
-    for speculative in (False, True):
-        parameter = cut(4, dtype=torch.bfloat16)
-        optimizer = SpeculativeCPUAdamW([parameter], lr=0.1)
-        for step in range(4):
-            parameter.grad = torch.ones_like(parameter) * (step + 1)
-            if speculative and step != rank:
-                optimizer.speculate()
-                if rank:
-                    optimizer.rollback()
-            optimizer.max_grad_norm = 1.0 if step == 2 else None
-            optimizer.step()
-            if rank:
-                optimizer.commit()
-        results.append([*seen(parameter), bits(local(optimizer.state[parameter]["master"]))])
-    assert results[0] == results[1]
