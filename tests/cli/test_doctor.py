@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,10 +79,7 @@ def test_no_file_content_crashes_a_probe(tmp_path_factory, texts):
 
 
 def test_a_failing_probe_becomes_an_unknown_finding(tmp_path):
-    def fails(host):
-        raise RuntimeError("no such luck")
-
-    (finding,) = diagnose(machine(tmp_path), [("luck", fails)])
+    (finding,) = diagnose(machine(tmp_path), [("luck", Mock(side_effect=RuntimeError("no such luck")))])
     assert finding == Finding("luck", Status.UNKNOWN, "RuntimeError: no such luck")
 
 
@@ -348,10 +346,7 @@ def test_torch_must_be_new_enough(tmp_path, monkeypatch, version, status):
 
 
 def test_triton_is_missed_only_with_a_gpu(tmp_path, monkeypatch):
-    def absent(name):
-        raise software.PackageNotFoundError(name)
-
-    monkeypatch.setattr(software, "version", absent)
+    monkeypatch.setattr(software, "version", Mock(side_effect=software.PackageNotFoundError))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert software.triton_version(machine(tmp_path)).status is Status.OK
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,8 +1,8 @@
 """Wrong inputs to `superadam`, `convert`, `doctor`, `bench` and `plan`: one sentence on stderr, status 2, no file."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import support.frameworks  # noqa: F401 - nothing is looked up in a network
@@ -78,11 +78,6 @@ WRONG = {
 """What is said of words, at least."""
 
 
-def _measured(*_: object) -> Iterator[object]:
-    raise AssertionError("it measures what it cannot write")
-    yield
-
-
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_input_is_one_sentence(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,7 +85,7 @@ def test_a_wrong_input_is_one_sentence(
     if words.startswith("plan"):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "measure", _measured)
+    monkeypatch.setattr(command, "measure", Mock(side_effect=AssertionError("it measures what it cannot write")))
     for number, content in enumerate(FILES):
         Path(f"{number}.json").write_text(content)
     Path("bytes.json").write_bytes(b"\xff\xfe")

@@ -5,6 +5,7 @@ import operator
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -237,7 +238,7 @@ def test_an_error_after_the_verdict(rank, victims):
     before = seen(parameter)
     with pytest.MonkeyPatch.context() as patch:
         if rank in victims:
-            patch.setattr(ParameterState, "create_state", out_of_memory)
+            patch.setattr(ParameterState, "create_state", Mock(side_effect=torch.OutOfMemoryError("planted")))
             raises(torch.OutOfMemoryError, "planted", optimizer.step)
             assert seen(parameter) == before
         else:
@@ -260,10 +261,6 @@ def test_an_error_after_the_verdict(rank, victims):
         raises(ValueError, "lr is -1.0; expected", optimizer.step)
     else:
         raises(RuntimeError, rf"^an error on ranks \[{victims[0]}\] has kept them from a step", optimizer.step)
-
-
-def out_of_memory(*arguments: object, **options: object) -> None:
-    raise torch.OutOfMemoryError("planted")
 
 
 def end_of_rank_1(rank: int) -> str:
