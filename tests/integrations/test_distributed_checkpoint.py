@@ -62,10 +62,13 @@ def make(kind: Any, dtype: torch.dtype = torch.float32, *, seed: int = 0, **opti
     return model, kind(groups_of(model), **{"lr": torch.tensor(0.02), **options})
 
 
-def train(model: Model, optimizer: Any, steps: int = 3, *, seed: int = 1) -> None:
+def train(model: Model, optimizer: Any, steps: int = 3, *, seed: int = 1, speculates: bool = False) -> None:
+    """Train; if asked to, so that each commit shares the pass of the next speculation."""
     torch.manual_seed(seed)
     for _ in range(steps):
         model(torch.randn(4, 5, dtype=model.scalar.dtype)).square().mean().backward()
+        if speculates:
+            optimizer.speculate()
         optimizer.step()
         optimizer.zero_grad()
 
