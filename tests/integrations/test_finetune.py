@@ -168,13 +168,6 @@ def without_schedulers() -> Iterator[None]:
         yield
 
 
-def test_a_run_without_a_scheduler_ends_as_one_with_it(folder, whole):
-    with without_schedulers():
-        finetune(folder, folder / "plain")
-    assert accepted_in(folder / "plain") == 0
-    assert digests(folder / "plain") == digests(whole[0])
-
-
 def test_torch_s_adamw_is_one_word_away(folder):
     assert "steps:" not in finetune(folder, folder / "adamw", "--optimizer=adamw", "--max_steps=2")
 
