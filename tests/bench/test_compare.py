@@ -7,6 +7,7 @@ import json
 import math
 import re
 import weakref
+from unittest.mock import Mock
 
 import compare
 import pytest
@@ -124,10 +125,7 @@ def test_a_peer_that_cannot_run_is_left_out_with_the_reason():
 
 
 def test_what_does_not_fit_or_begins_too_late_is_left_out(monkeypatch):
-    def never(contest):
-        raise AssertionError("was prepared")
-
-    monkeypatch.setattr(contests, "sides_of", never)
+    monkeypatch.setattr(contests, "sides_of", Mock(side_effect=AssertionError("was prepared")))
     large = contests.Contest(contests.Task.CLIP, peers.FUSED, 1, 1 << 50, 1)
     (left,) = contests.measure([large], 1, math.inf)
     assert left.what == f"1 x {1 << 50} against torch fused"

@@ -5,6 +5,7 @@ import importlib
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,10 +32,6 @@ def test_help_lists_the_commands_also_where_none_is_named(capsys):
     assert capsys.readouterr() == printed
 
 
-def _raise(error: BaseException) -> int:
-    raise error
-
-
 @pytest.mark.parametrize(
     ("error", "status", "sentence"),
     [
@@ -44,7 +41,7 @@ def _raise(error: BaseException) -> int:
 )
 def test_errors_for_people_are_one_sentence(error, status, sentence, monkeypatch, capsys):
     parser = argparse.ArgumentParser(prog="superadam")
-    parser.set_defaults(run=lambda parsed: _raise(error))
+    parser.set_defaults(run=Mock(side_effect=error))
     monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
     assert main([]) == status
     assert capsys.readouterr().err == sentence
@@ -94,7 +91,7 @@ def test_the_package_without_torch_says_so_at_first_use():
 
 def test_other_errors_keep_their_traceback(monkeypatch):
     parser = argparse.ArgumentParser(prog="superadam")
-    parser.set_defaults(run=lambda parsed: _raise(ValueError("a fault")))
+    parser.set_defaults(run=Mock(side_effect=ValueError("a fault")))
     monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
     with pytest.raises(ValueError, match="a fault"):
         main([])

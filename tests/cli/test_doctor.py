@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,10 +79,7 @@ def test_no_file_content_crashes_a_probe(tmp_path_factory, texts):
 
 
 def test_a_failing_probe_becomes_an_unknown_finding(tmp_path):
-    def fails(host):
-        raise RuntimeError("no such luck")
-
-    (finding,) = diagnose(machine(tmp_path), [("luck", fails)])
+    (finding,) = diagnose(machine(tmp_path), [("luck", Mock(side_effect=RuntimeError("no such luck")))])
     assert finding == Finding("luck", Status.UNKNOWN, "RuntimeError: no such luck")
 
 
@@ -348,10 +346,7 @@ def test_torch_must_be_new_enough(tmp_path, monkeypatch, version, status):
 
 
 def test_triton_is_missed_only_with_a_gpu(tmp_path, monkeypatch):
-    def absent(name):
-        raise software.PackageNotFoundError(name)
-
-    monkeypatch.setattr(software, "version", absent)
+    monkeypatch.setattr(software, "version", Mock(side_effect=software.PackageNotFoundError))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert software.triton_version(machine(tmp_path)).status is Status.OK
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -376,24 +371,6 @@ def test_the_table_fits_and_says_everything(width):
     for word in ("ok", "could be better", "broken", "export FASTER=1", "unset WRONG", "three [b]", "wrong [/b]"):
         assert word in text
     assert report.summary(FINDINGS) == "1 ok, 1 could be better, 1 broken"
-
-
-def test_json_holds_every_finding():
-    read = json.loads(json.dumps(report.to_json(FINDINGS)))
-    assert read["broken"] is True
-    assert [finding["status"] for finding in read["findings"]] == ["ok", "could be better", "broken"]
-    assert read["findings"][0]["values"] == {"n": 1}
-
-
-@pytest.mark.parametrize(("words", "as_json"), [(["doctor"], False), (["doctor", "--json"], True)])
-def test_the_command_reports_this_machine(monkeypatch, capsys, words, as_json):
-    monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
-    assert cli.main(words) == 0
-    printed = capsys.readouterr().out
-    if as_json:
-        assert [finding["name"] for finding in json.loads(printed)["findings"]] == [name for name, _ in PROBES]
-    else:
-        assert all(name in printed for name, _ in PROBES)
 
 
 WRONG = {"SUPERADAM_ISA": "sse9", "SUPERADAM_THREADS": "0"}
@@ -476,7 +453,9 @@ def test_one_report_of_two_ranks_with_what_is_broken_and_status_1(fresh_native, 
         assert cli.main(["doctor", "--json"]) == status
         printed.append(capsys.readouterr().out)
     assert printed[1] == ""
-    findings = {finding["name"]: finding for finding in json.loads(printed[0])["findings"]}
+    told = json.loads(printed[0])
+    assert told["broken"] is True
+    findings = {finding["name"]: finding for finding in told["findings"]}
     broken = {name for name, finding in findings.items() if finding["status"] == "broken"}
     assert broken == {"instruction sets", "threads"}
     assert findings["memory bandwidth"]["status"] == "ok"

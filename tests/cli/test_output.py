@@ -14,6 +14,7 @@ from typing import IO
 import pytest
 
 from superadam.cli.doctor import memory, software
+from superadam.cli.doctor.diagnosis import PROBES
 from superadam.cli.main import PIPE_STATUS, main
 
 pytestmark = pytest.mark.slow
@@ -78,4 +79,5 @@ def test_characters_that_the_output_lacks_are_replaced(monkeypatch, capsys):
     with stdout_into(stream, "ascii"):
         assert main(["doctor"]) in (0, 1)
         assert b"l?ufe, Python" in stream.getvalue()
+        assert all(name.encode() in stream.getvalue() for name, _ in PROBES)
     assert capsys.readouterr().err == ""

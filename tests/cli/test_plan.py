@@ -84,31 +84,6 @@ def test_what_does_not_fit_ends_with_1_and_a_remedy(capsys: pytest.CaptureFixtur
     assert "larger than a bucket, and cut: model.embed_tokens.weight" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ((), "superadam plan needs a MODEL, a preset such as phi-4; name one"),
-        (("nobody/nothing-here",), "nobody/nothing-here is no preset"),
-        (("phi-4", "--machine", "abacus"), "there is no machine abacus, expected a file or one of"),
-    ],
-)
-def test_what_is_unknown_is_one_sentence(
-    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = said(capsys, *words)
-    assert (status, out) == (2, "")
-    assert expected in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [["--clipped", "2"], ["--batch", "0"], ["--gpu-efficiency", "0"], ["--seq", "x"]])
-def test_numbers_out_of_range_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(["plan", "phi-4", *words])
-    assert raised.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("superadam.cli.usage.find_spec", lambda name: None)
     status, _, err = said(capsys, "phi-4")

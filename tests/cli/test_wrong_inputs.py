@@ -1,10 +1,11 @@
-"""Wrong inputs to the command line, `convert`, `doctor` and `bench`: one sentence on stderr, status 2, and no file."""
+"""Wrong inputs to `superadam`, `convert`, `doctor`, `bench` and `plan`: one sentence on stderr, status 2, no file."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import support.frameworks  # noqa: F401 - nothing is looked up in a network
 
 from superadam.cli.bench import command
 from superadam.cli.main import main
@@ -65,22 +66,26 @@ WRONG = {
     "bench quickly": "",
     "bench --wings": "--help",
     "bench --thread 1": "",
+    "plan": "superadam plan needs a MODEL, a preset such as phi-4; name one",
+    "plan nobody/nothing-here": "nobody/nothing-here is no preset",
+    "plan phi-4 --machine abacus": "there is no machine abacus, expected a file or one of",
+    "plan phi-4 --clipped 2": "",
+    "plan phi-4 --batch 0": "",
+    "plan phi-4 --gpu-efficiency 0": "",
+    "plan phi-4 --seq x": "",
     **{f"convert {number}.json": sentence for number, sentence in enumerate(FILES.values())},
 }
 """What is said of words, at least."""
-
-
-def _measured(*_: object) -> Iterator[object]:
-    raise AssertionError("it measures what it cannot write")
-    yield
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_input_is_one_sentence(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if words.startswith("plan"):
+        pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "measure", _measured)
+    monkeypatch.setattr(command, "measure", Mock(side_effect=AssertionError("it measures what it cannot write")))
     for number, content in enumerate(FILES):
         Path(f"{number}.json").write_text(content)
     Path("bytes.json").write_bytes(b"\xff\xfe")

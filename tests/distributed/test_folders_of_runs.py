@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,10 +197,7 @@ def use_a_shared_folder(rank: int, *, folder: str) -> tuple[list[str], Any, str]
     found.append(" ".join(sorted(os.listdir(path))))
     distributed.barrier()
     with pytest.MonkeyPatch.context() as patch:
-
-        def refuse(**_: object) -> None:
-            raise PermissionError("read-only")  # root may write anywhere
-
+        refuse = Mock(side_effect=PermissionError("read-only"))  # root may write anywhere
         patch.setattr("tempfile.NamedTemporaryFile", refuse)
         loaded = load(latest(path), *make())
     with pytest.raises(CheckpointError) as error:

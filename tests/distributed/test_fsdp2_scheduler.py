@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -293,14 +294,10 @@ def test_what_a_hook_raises_is_told_by_step_on_every_rank(rank):
         before = parts_of(model, optimizer)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
-                patch.setattr(scheduler._transfers, "download", planted)
+                patch.setattr(scheduler._transfers, "download", Mock(side_effect=RuntimeError("planted")))
             loss_of(model, rank, 1, 0).backward()
             with pytest.raises(RuntimeError, match="planted" if rank == 0 else r"step\(\) failed on ranks \[0\]"):
                 optimizer.step()
         assert_same(parts_of(model, optimizer), before)
         optimizer.step()
         assert optimizer.statistics.steps == 2
-
-
-def planted(*arguments: object) -> None:
-    raise RuntimeError("planted")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import long_sequences as example
 import pytest
@@ -277,10 +278,7 @@ def test_start_without_torchrun_ends_in_one_sentence(monkeypatch):
 
 
 def test_ranks_that_cannot_meet_are_told_once(monkeypatch):
-    def fails():
-        raise dist.DistNetworkError("no answer\nand more")
-
-    monkeypatch.setattr(dist, "init_process_group", fails)
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=dist.DistNetworkError("no answer\nand more")))
     monkeypatch.setattr("sys.argv", ["long_sequences.py"])
     monkeypatch.setenv("RANK", "2")
     told_by_first = r"^long_sequences.py: the ranks could not meet \(no answer\); [^\n]*$"

@@ -71,13 +71,6 @@ def test_packing_has_the_bits_of_the_cpu(data):
             check_pack(stored, dtypes, link, places, numel, starts, with_norm and name == "triton")
 
 
-@pytest.mark.parametrize("length", [1, 15, 257])
-def test_the_last_row_of_a_gradient_may_be_short(length, implementation):
-    """Also where it is the first one, or the first that is loaded at a time."""
-    stored = stored_gradient(length, length, Magnitudes.ORDINARY, Dtype.FLOAT32, sprinkle=False)
-    check_pack([stored], [Dtype.FLOAT32], Dtype.FLOAT32, [1], length + 3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "link"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,10 +122,7 @@ def test_table_of_another_stream_is_another_upload(monkeypatch):
 
 def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch):
     """New values are published when a step is made already."""
-
-    def refuse(tensor):
-        raise RuntimeError("CUDA error: operation not permitted")
-
+    refuse = Mock(side_effect=RuntimeError("CUDA error: operation not permitted"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     uploaded = tables.upload(np.arange(3), torch.device("meta"))
     assert (uploaded.dtype, uploaded.shape, uploaded.device.type) == (torch.int64, (3,), "meta")

@@ -1,19 +1,13 @@
 """`superadam.host.files`: a file is there whole or as it was, whenever writing fails or the process is killed."""
 
 import errno
-import itertools
 import os
 import signal
 import stat
-import sys
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
-from support.children import exit_code_of_child
+from support.children import exit_code_of_child, killed_at
 
-from superadam.host import files
 from superadam.host.files import locked, replace_file
 
 
@@ -70,35 +64,22 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(tmp_
 
 
 @pytest.mark.slow
-def test_process_killed_on_any_line_leaves_the_older_file_or_the_new_one(tmp_path):
+def test_process_killed_at_any_call_leaves_the_older_file_or_the_new_one(tmp_path):
     path, found, code = tmp_path / "file", [], 1
-    for number in itertools.count():
+
+    def replace():
+        replace_file(path, lambda file: file.write(b"newer"))
+
+    while code:
         path.write_bytes(b"older")
-        code = exit_code_of_child(lambda at=number: killed_at_line(at, path))
+        code = exit_code_of_child(lambda: killed_at(len(found), replace))
         assert code in (0, -signal.SIGKILL)
         found.append(path.read_bytes())
-        if not code:
-            break
     assert set(found) == {b"older", b"newer"}
     assert found == sorted(found, reverse=True)
-    assert 5 < found.index(b"newer") < len(found) - 1  # killed before the renaming and after it
+    assert 4 < found.index(b"newer") < len(found) - 1  # killed before the renaming and after it
     replace_file(path, lambda file: file.write(b"newest"))
     assert os.listdir(tmp_path) == ["file"]  # the rest of none of the killed ones
-
-
-def killed_at_line(number: int, path: Path) -> None:
-    """Replace the file, and kill this process before it runs this line of those that do so."""
-    reached = itertools.count()
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename != files.__file__:
-            return None
-        if event == "line" and next(reached) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(trace)
-    replace_file(path, lambda file: file.write(b"newer"))
 
 
 def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path):

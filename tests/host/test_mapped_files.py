@@ -1,17 +1,10 @@
 """What was read of a mapped file is given back, and nothing else is touched."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
+from support.children import memory_of_process
 
 from superadam.host.mapped_files import MappedFiles
-
-
-def resident_bytes_of_files() -> int:
-    found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) << 10
 
 
 def test_pages_of_a_mapped_file_are_given_back_and_read_again(tmp_path):
@@ -19,9 +12,9 @@ def test_pages_of_a_mapped_file_are_given_back_and_read_again(tmp_path):
     torch.save({"values": values}, tmp_path / "file.pt")
     mapped = torch.load(tmp_path / "file.pt", mmap=True)["values"]
     assert torch.equal(mapped, values)
-    before = resident_bytes_of_files()
+    before = memory_of_process("RssFile")
     MappedFiles().release(mapped)
-    assert before - resident_bytes_of_files() > 0.9 * values.nbytes
+    assert before - memory_of_process("RssFile") > 0.9 * values.nbytes
     assert torch.equal(mapped, values)
 
 

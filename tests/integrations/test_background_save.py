@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,17 +65,6 @@ def gates_end_open():
         Gate.made.pop().open()
 
 
-def train_so(way: str, model: Model, optimizer: Any, steps: int, *, seed: int = 1) -> None:
-    """Train as `train`; where the way is "speculate", so that each commit shares the pass of the next speculation."""
-    torch.manual_seed(seed)
-    for _ in range(steps):
-        model(torch.randn(4, 5, dtype=model.scalar.dtype)).square().mean().backward()
-        if way == "speculate":
-            optimizer.speculate()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 SCHEDULERS: dict[str, Callable[[], dict[str, Any]]] = {
     "overlap": dict,
     "resident": lambda: {"device": SimulatedDevice(5), "bucket_numel": 40, "gpu_buckets": 1000},
@@ -100,13 +90,13 @@ def test_content_is_that_of_its_step_and_training_has_the_same_bits(
     if way in SCHEDULERS:
         scheduler = OffloadScheduler(optimizer, model, num_threads=1, **SCHEDULERS[way]())
     for one in ((model, optimizer), (plain, plain_optimizer)):
-        train_so(way, *one, steps)
+        train(*one, steps, speculates=way == "speculate")
     before = content(plain, plain_optimizer)
     extra = {"losses": [1.0]}
     path = save(tmp_path, model, optimizer, extra=extra, wait=False)
     extra["losses"].append(2.0)
     for one in ((model, optimizer), (plain, plain_optimizer)):
-        train_so(way, *one, 3, seed=4)
+        train(*one, seed=4, speculates=way == "speculate")
     assert steps == 0 or not path.exists()  # without state there may be fewer tensors
     gate.open()
     wait()
@@ -500,7 +490,7 @@ def test_save_is_made_at_once_where_no_thread_can_start(tmp_path, monkeypatch):
     model, optimizer = make(SpeculativeCPUAdamW)
     train(model, optimizer)
     with monkeypatch.context() as context:
-        context.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("can't start")))
+        context.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start")))
         assert save(tmp_path, model, optimizer, wait=False).exists()
     wait()
     load(tmp_path, model, optimizer)

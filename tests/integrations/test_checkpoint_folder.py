@@ -6,6 +6,7 @@ import shutil
 import signal
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,37 +41,34 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_flipped_bit_in_any_byte_is_refused(tmp_path):
+def damages(content: bytes) -> Iterator[bytes | None]:
+    """Yield what a file may have become: one bit flipped, at each byte; nothing, shorter, longer, or empty."""
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        yield bytes(damaged)
+    yield from (None, content[:-1], content + b"\n", b"")
+
+
+def test_damaged_missing_and_additional_files_are_refused(tmp_path):
     older = save(tmp_path, b"older")
     newest = save(tmp_path, b"newer")
     for path in [tmp_path / "latest", *newest.iterdir()]:
         intact = path.read_bytes()
-        for position in range(len(intact)):
-            damaged = bytearray(intact)
-            damaged[position] ^= 1 << position % 8
-            path.write_bytes(damaged)
+        for damaged in damages(intact):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
             with pytest.raises((CheckpointError, FileNotFoundError)) as error:
                 verify(tmp_path)
-            assert path.name == "latest" or str(error.value).startswith(f"{path} is damaged")
-        path.write_bytes(intact)
+            if damaged is None or len(damaged) != len(intact):
+                assert path.name in str(error.value)
+            else:  # a flipped bit of latest may name another folder
+                assert path.name == "latest" or str(error.value).startswith(f"{path} is damaged")
+            path.write_bytes(intact)
     assert verify(tmp_path) == newest
     assert verify(older) == older  # from its own folder
     assert look(tmp_path).others == [older]
-
-
-def test_missing_resized_and_additional_files_are_refused(tmp_path):
-    save(tmp_path)
-    newest = save(tmp_path)
-    for name in ("a", ".b", "manifest.json", "../latest"):
-        path = newest / name
-        content = path.read_bytes()
-        for changed in (None, content[:-1], content + b"\n", b""):
-            path.unlink()
-            if changed is not None:
-                path.write_bytes(changed)
-            with pytest.raises((CheckpointError, FileNotFoundError), match=path.name):
-                verify(tmp_path)
-            path.write_bytes(content)
     (newest / "c").mkdir()
     with pytest.raises(CheckpointError, match=r"/c is damaged: its bytes are .*, expected none"):
         verify(tmp_path)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,10 +62,13 @@ def make(kind: Any, dtype: torch.dtype = torch.float32, *, seed: int = 0, **opti
     return model, kind(groups_of(model), **{"lr": torch.tensor(0.02), **options})
 
 
-def train(model: Model, optimizer: Any, steps: int = 3, *, seed: int = 1) -> None:
+def train(model: Model, optimizer: Any, steps: int = 3, *, seed: int = 1, speculates: bool = False) -> None:
+    """Train; if asked to, so that each commit shares the pass of the next speculation."""
     torch.manual_seed(seed)
     for _ in range(steps):
         model(torch.randn(4, 5, dtype=model.scalar.dtype)).square().mean().backward()
+        if speculates:
+            optimizer.speculate()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -429,13 +433,9 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(pair, tmp_
 def test_interruption_passes_through(pair, tmp_path, monkeypatch):
     save(tmp_path, *pair)
     before = sorted(tmp_path.rglob("*"))
-
-    def interrupt(*arguments, **options):
-        raise KeyboardInterrupt
-
     for name in ("prepare_local_plan", "write_data", "finish"):
         with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            context.setattr(FileSystemWriter, name, interrupt)
+            context.setattr(FileSystemWriter, name, Mock(side_effect=KeyboardInterrupt))
             save(tmp_path, *pair)
         assert sorted(tmp_path.rglob("*")) == before
 
@@ -537,9 +537,7 @@ def test_checkpoint_that_was_the_newest_when_asked_for_is_not_continued_over_a_n
 
 def test_save_that_was_interrupted_once_it_was_published_may_be_followed_by_another(pair, tmp_path, monkeypatch):
     """Deleting older ones takes time; or one that failed before it was named the newest."""
-
-    def interrupt(folder):
-        raise KeyboardInterrupt
+    interrupt = Mock(side_effect=KeyboardInterrupt)
 
     def full(path, write, replace=checkpoint_folder.replace_file):
         if path.name == "latest":

@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import support.frameworks  # noqa: F401 - nothing is looked up in a network
@@ -101,10 +102,7 @@ def ended(program: Any, monkeypatch: pytest.MonkeyPatch, **options: str) -> str:
 def sentence_of(words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return how the program ends, which writes nothing, and loads neither model nor data."""
     monkeypatch.setattr(sys, "argv", ["finetune.py", *words])
-
-    def loaded(*_: object, **__: object) -> None:
-        raise AssertionError("it loads what it should have refused")
-
+    loaded = Mock(side_effect=AssertionError("it loads what it should have refused"))
     for name in ("load_dataset", "model_of"):
         monkeypatch.setitem(program["main"].__globals__, name, loaded)
     before = sorted(Path().rglob("*"))

@@ -1,6 +1,7 @@
 """Loops around Accelerate: the bits with a scheduler are those without."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from support.frameworks import Predictor, Run, Sentences, Training, adamw, compare, dtypes
-from support.visible import bits
 from torch.utils.data import DataLoader
 
 pytestmark = [
@@ -25,15 +25,24 @@ def fresh(**options: Any) -> Accelerator:
     return Accelerator(cpu=True, **options)
 
 
-def accelerated(dtype: torch.dtype, clip: str, size: float = math.inf, **options: Any) -> Training:
-    """Return a loop as Accelerate documents it."""
+def accelerated(
+    dtype: torch.dtype,
+    clip: str = "none",
+    size: float = math.inf,
+    *,
+    moments: str = "fp32",
+    epochs: int = 2,
+    at_end: Callable[[Accelerator, int], object] = lambda accelerator, epoch: None,
+    **options: Any,
+) -> Training:
+    """Return a loop as Accelerate documents it, which calls `at_end` of each epoch."""
 
     def train(run: Run) -> None:
         accelerator = fresh(**options)
-        optimizer = adamw(plain := Predictor(dtype))
+        optimizer = adamw(plain := Predictor(dtype), moments=moments)
         model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))
         run.open(wrapped.optimizer, model)
-        for _ in range(2):
+        for epoch in range(epochs):
             for batch in batches:
                 with accelerator.accumulate(model):
                     loss = model(batch)
@@ -46,6 +55,7 @@ def accelerated(dtype: torch.dtype, clip: str, size: float = math.inf, **options
                         accelerator.clip_grad_value_(model.parameters(), size)
                     wrapped.step()
                     wrapped.zero_grad()
+            at_end(accelerator, epoch)
 
     return train
 
@@ -79,23 +89,13 @@ def test_mixed_precision():
 def test_states_that_are_saved_and_loaded(moments, tmp_path):
     """Training goes on from what was saved, while the scheduler stays open."""
 
-    def train(run):
-        accelerator = fresh()
-        optimizer = adamw(plain := Predictor(torch.bfloat16), moments=moments)
-        model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))
-        run.open(wrapped.optimizer, model)
-        for epoch in range(3):
-            for batch in batches:
-                loss = model(batch)
-                accelerator.backward(loss)
-                run.logged.append({"loss": loss.detach()})
-                wrapped.step()
-                wrapped.zero_grad()
-            if epoch == 0:
-                accelerator.save_state(str(tmp_path))
-            if epoch == 1:
-                accelerator.load_state(str(tmp_path))
-        losses = [bits(entry["loss"]) for entry in run.logged]
-        assert losses[7:14] == losses[14:]
+    def save_or_load(accelerator, epoch):
+        if epoch == 0:
+            accelerator.save_state(str(tmp_path))
+        if epoch == 1:
+            accelerator.load_state(str(tmp_path))
 
-    compare(train)
+    seen = compare(accelerated(torch.bfloat16, moments=moments, epochs=3, at_end=save_or_load))
+    losses = [value for name, value in seen.items() if name.endswith("loss")]
+    assert losses[7:14] == losses[14:]
+    assert len(losses) == 21

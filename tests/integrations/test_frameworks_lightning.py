@@ -136,6 +136,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "clipped values": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "two micro-batches, of which the last step of an epoch has fewer": {"accumulate_grad_batches": 2},
     "three micro-batches, clipped": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.69},
+    "detection of anomalies": {"gradient_clip_val": 1.2, "detect_anomaly": True},
 }
 
 
@@ -147,16 +148,10 @@ def test_training(dtype, name):
     compare(automatic(dtype, **CONFIGURATIONS[name]), dtype, accepts=accepts)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (torch.bfloat16, {"precision": "bf16-true"}),
-        (torch.float32, {"precision": "bf16-mixed"}),
-        (torch.bfloat16, {"detect_anomaly": True}),
-    ],
-)
-def test_precision_and_detection_of_anomalies(dtype, options):
-    compare(automatic(dtype, gradient_clip_val=1.2, **options), dtype)
+@dtypes
+def test_precision(dtype):
+    precision = "bf16-true" if dtype == torch.bfloat16 else "bf16-mixed"
+    compare(automatic(dtype, gradient_clip_val=1.2, precision=precision), dtype)
 
 
 def test_weights_that_are_averaged():

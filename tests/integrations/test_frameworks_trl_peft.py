@@ -12,14 +12,14 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from integrations.test_offload_trainer import compare, norms
+from integrations.test_offload_trainer import Examples, compare, norms
+from integrations.test_offload_trainer import llama as small_llama
 from peft import LoraConfig, get_peft_model
 from support.frameworks import dtypes
 from support.presets import PRESETS, row
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
@@ -42,10 +42,7 @@ ADAPTERS = ["q_proj", "v_proj", "down_proj"]
 
 
 def llama(dtype: torch.dtype) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **heads)).to(dtype)
+    return small_llama(dtype, vocab_size=64, hidden_size=32, intermediate_size=48)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -168,17 +165,6 @@ def test_presets_are_launched_with_fsdp2():
     assert {path.stem for path in (EXAMPLES / "presets").iterdir()} == {*PRESETS, "fsdp2"}
 
 
-class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self) -> None:
-        self.tokens = torch.tensor([tokenizer()(text)["input_ids"] for text in texts()])
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
 def pieces(first: int, last: int) -> list[str]:
     return [" ".join(text.split()[first:last]) for text in texts()]
 
@@ -197,7 +183,7 @@ def sft_trainer_as_configured_by_default(dtype: torch.dtype, folder: Path) -> Tr
 def trainer_with_adapters(dtype: torch.dtype, folder: Path) -> Trainer:
     """Adapters in fp32, also of a model in bf16."""
     arguments = TrainingArguments(**chosen(folder, gradient_accumulation_steps=2))
-    return Trainer(adapted(dtype, torch.float32), arguments, train_dataset=Examples())
+    return Trainer(adapted(dtype, torch.float32), arguments, train_dataset=Examples(14))
 
 
 def sft_trainer_with_adapters(dtype: torch.dtype, folder: Path) -> Trainer:

@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -168,13 +169,9 @@ def test_nothing_that_fails_is_attached(monkeypatch):
         with pytest.raises(ValueError, match=r"shards lie in host memory .*, expected both in one place; keep fp32"):
             take_reduced_gradients(optimizer, model)
     with monkeypatch.context() as patch:
-        patch.setattr(FSDPModule, "set_all_reduce_hook", refuse)
+        patch.setattr(FSDPModule, "set_all_reduce_hook", Mock(side_effect=ValueError("planted")))
         with pytest.raises(ValueError, match=r"cannot show its reduced gradients \(planted\), expected one mesh"):
             take_reduced_gradients(optimizer, model)
     assert optimizer._binding.source is plain._binding.source is None
     backward(model)
     assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
-
-
-def refuse(*arguments: object) -> None:
-    raise ValueError("planted")
