@@ -6,8 +6,11 @@ accesses that a GPU would not allow. What NVIDIA's assembler makes of them is no
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
+import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -44,6 +47,7 @@ from support.gpu_variants import (
     stored_dtypes,
 )
 from support.kernel_arrays import STORAGE, Job, make_segment, narrow, widen
+from support.ptx_faults import RULES, described
 from support.strategies import Magnitudes
 
 from superadam import gpu
@@ -368,3 +372,102 @@ def test_tensors_of_more_than_32_bits(compilers, name):
     for array in kinds:
         there = torch.cat([whole[array][place] for place in places[array]])
         assert torch.equal(there.view(torch.uint8), small[array].view(torch.uint8)), array
+
+
+# ---- planted faults ------------------------------------------------------------------------------------------------
+
+PARTS, PLANTS, SHARE = range(2), 150, 0.95
+
+SURVIVORS = {
+    "adam_kernel `vmax = tl.where((vmax < v) | (v != v), v, vmax)` predicates: setp.gt.f32 becomes setp.ge.f32": (
+        "where both are equal, either has these bits, as squares have no sign"
+    ),
+    "scatter_kernel `if rest >= BLOCK:  # without masks loads can be as wide as the addresses allow` predicates: "
+    "setp.lt.s64 becomes setp.le.s64": "a whole block with masks gets the same values",
+    "pack_kernel `for first in range(0, rows, ahead):` predicates: setp.lt.s64 becomes setp.le.s64": (
+        "once more round the loop, in which every element is masked"
+    ),
+    "pack_kernel `bfloat16 = tl.load(pointer(address, BFLOAT16, IS_ALIGNED) + index, (dtype == BFLOAT16) & mask, "
+    "other=0)` predicates: ld.global.b16, for all threads": (
+        "of whole chunks of another dtype, whose elements have as many bytes or more, these are read and dropped"
+    ),
+    "pack_kernel `nonfinite += (exponent == 0xFF).to(tl.int32)` predicates: setp.gt.u16 becomes setp.ge.u16": (
+        "twice the bits of a half are compared with an odd number, which none of them equals"
+    ),
+}
+"""Faults that change nothing that anybody sees, and why; `support.ptx_faults.described` says what their names hold."""
+
+
+def chosen_requests() -> list[Request]:
+    """Return variants of all kernels, mostly of the update, for all targets."""
+    choices = random.Random(0)
+    made = [("adam_kernel", one) for one in choices.sample(ADAM, 8)] + [
+        ("pack_kernel", one) for one in choices.sample(PACK, 4)
+    ]
+    made += [("scatter_kernel", one) for one in choices.sample(SCATTER, 2)]
+    return [Request(("sm_90", "sm_80", "sm_100")[number % 3], *one) for number, one in enumerate(made)]
+
+
+class HangError(Exception):
+    """A check executes more than twice as many instructions as without a fault."""
+
+
+def reason_of(request: Request, code: Code, kernel: ptx.Kernel, most: float) -> tuple[str | None, int]:
+    """Return what notices a fault, None where nothing does, and how many instructions were executed, at `most`."""
+    guard, count = ptx.Run._guard, itertools.count(1)
+
+    def counted(run: ptx.Run, instruction: ptx.Instruction) -> Any:
+        if next(count) > most:
+            raise HangError
+        return guard(run, instruction)
+
+    reason = None
+    try:
+        with (
+            mock.patch.object(ptx, "parse", return_value=kernel),
+            mock.patch.object(ptx.Run, "_guard", counted),
+            executing(code),
+        ):
+            CHECKS[request.kernel](*request.arguments)
+    except ptx.ExecutionError as error:
+        reason = "refused" if "not known" in str(error) else "executor"
+    except AssertionError:
+        reason = "bits"
+    except Exception as error:  # numpy's, of numbers that fit nothing
+        reason = type(error).__name__
+    return reason, next(count)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", PARTS)
+def test_planted_faults_are_noticed(part, tmp_path):
+    """Also by refusing what is no longer an instruction that is known to round as written."""
+    torch.set_num_threads(1)
+    every = chosen_requests()
+    compilers = Compilers(every, tmp_path, assembles=False, together=7)
+    choice, most = random.Random(part).choice, dict[Request, int]()
+    outcomes: Counter[tuple[str, str]] = Counter()
+    survivors = []
+    while outcomes.total() < PLANTS:
+        request, rule = choice(every), RULES[outcomes.total() % len(RULES)]
+        code = compilers.code(request)
+        if request not in most:
+            reason, executed = reason_of(request, code, ptx.parse(code.ptx), math.inf)
+            assert reason is None
+            most[request] = 2 * executed
+        kernel = ptx.parse(code.ptx)
+        changes = [*rule(kernel)]
+        if not changes:  # as roundings where only bytes are moved
+            continue
+        at, changed = choice(changes)
+        original, kernel.instructions[at] = kernel.instructions[at], changed
+        reason, _ = reason_of(request, code, kernel, most[request])
+        outcomes[rule.__name__, reason or "nothing"] += 1
+        if reason is None:
+            survivors.append(described(request.kernel, rule, original, changed))
+    compilers.close()
+    lines = [f"{rule}: {reason} {count}" for (rule, reason), count in sorted(outcomes.items())]
+    lines += [f"{one}: {SURVIVORS.get(one, 'not explained')}" for one in survivors]
+    sys.stdout.write("\n".join(["", *lines, ""]))
+    assert {*survivors} <= SURVIVORS.keys()
+    assert len(survivors) <= (1 - SHARE) * PLANTS
