@@ -201,7 +201,7 @@ def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -
     if fault is not None:
         intact = next((other for other in there.others if fault_of(other, None) is None), None)
         advice = "no other one in it is intact" if intact is None else f"load {intact}, which is intact"
-        raise CheckpointError(f"{ranks.failure}: {fault}; {ranks.outcome}: {advice}")
+        raise CheckpointError(f"{fault}: {advice}")
 
 
 @dataclass(eq=False)
