@@ -245,10 +245,11 @@ def _fault(example: Any, text: str) -> str:
     for columns in (("messages",), ("prompt", "completion"), (text,)):
         if isinstance(example, dict) and example.keys() >= set(columns):
             for column in columns:
-                value, is_talk = example[column], _is_talk(example[column])
-                if not (is_talk and column != text) and not (isinstance(value, str) and column != "messages"):
-                    kind = {"messages": "a list of objects with role and content", text: "text"}.get(column, "text")
-                    return f"{column} is {type(value).__name__}, expected {kind}"
+                value, is_messages = example[column], column == "messages"
+                takes_text, takes_talk = column == text or not is_messages, column != text or is_messages
+                if not (takes_text and isinstance(value, str)) and not (takes_talk and _is_talk(value)):
+                    kinds = ["text"] * takes_text + ["a list of objects with role and content"] * is_messages
+                    return f"{column} is {type(value).__name__}, expected {' or '.join(kinds)}"
             return ""
     return f"expected an object with messages, with prompt and completion, or with {text}"
 

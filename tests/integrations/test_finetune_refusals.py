@@ -202,6 +202,17 @@ def test_a_column_of_another_name_is_read(program):
     assert fine_tuning.check_lines("named.jsonl", "content") is None
 
 
+def test_a_column_called_messages_holds_what_trl_takes_there(program):
+    """Text, if it is the column of text; else conversations."""
+    Path("both.jsonl").write_text('{"messages": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    assert fine_tuning.check_lines("both.jsonl", "messages") is not None
+    with pytest.raises(fine_tuning.RefusedError, match="messages is str, expected a list of objects with role and"):
+        fine_tuning.check_lines("both.jsonl")
+    Path("number.jsonl").write_text('{"messages": 5}\n')
+    with pytest.raises(fine_tuning.RefusedError, match="messages is int, expected text or a list of objects with role"):
+        fine_tuning.check_lines("number.jsonl", "messages")
+
+
 WRONG = [
     ({"dataset_name": "none.jsonl"}, "there is no file none.jsonl; correct --dataset_name"),
     ({"dataset_name": "model"}, "model has no train.jsonl"),
