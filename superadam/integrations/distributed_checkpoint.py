@@ -312,7 +312,7 @@ class _NewCheckpoint:
         files = _digests([values, self.part / ".metadata"])
         for _, share in every:
             files.update(share)
-        return checkpoint_folder.publish(self.part, files, self.ranks.size, self.keep, self._states)
+        return checkpoint_folder.publish(self.part, files, self.keep, self._states)
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
