@@ -46,7 +46,7 @@ class CheckpointRanks:
         """
         seen = self.gather(self.run(lambda: checkpoint_folder.sight(path)))
         strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
-        if not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
+        if not strangers and seen[0] != path.name:  # else it was made just now; folders may hold copies, or nothing
             strangers = self._without_marker(path.parent)
         if strangers:
             raise CheckpointError(
