@@ -59,12 +59,10 @@ DEPRECATED = {
     "gradient_checkpointing_kwargs": "--activation_checkpointing_kwargs",
     "pad_token": "a tokenizer that has one",
     "use_liger_kernel": "the default --loss_type nll, which is fused as well",
-    "liger_kernel_config": "the default --loss_type nll, which is fused as well",
     "label_smoothing_factor": "another loss",
     "local_rank": "torchrun",
     "loss_type chunked_nll": "--loss_type nll",
     "truncation_mode keep_end": "--truncation_mode keep_start",
-    "packing_strategy bfd-requeue": "--packing_strategy bfd_split",
 }
 """Fields, or values of one, that TRL or transformers will drop, and what takes their place."""
 

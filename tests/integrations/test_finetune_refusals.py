@@ -65,12 +65,10 @@ OLD = {
     "gradient_checkpointing_kwargs": '{"use_reentrant": true}',
     "pad_token": "<pad>",
     "use_liger_kernel": "true",
-    "liger_kernel_config": '{"rope": true}',
     "label_smoothing_factor": "0.1",
     "local_rank": "0",
     "loss_type": "chunked_nll",
     "truncation_mode": "keep_end",
-    "packing_strategy": "bfd-requeue",
 }
 """Options, or values of one, that TRL or transformers will drop."""
 
@@ -244,6 +242,7 @@ WRONG = [
     ({"gradient_accumulation_steps": "0"}, "gradient_accumulation_steps"),
     ({"max_length": "-5"}, "--max_length is -5, expected a number of at least 1"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "--lr_scheduler_type cosine_with_min_lr cannot be made (One of"),
+    ({"packing_strategy": "bfd-requeue"}, "argument --packing_strategy/--packing-strategy: invalid choice"),
     ({"dtype": "int8"}, "argument --dtype: invalid choice: 'int8'"),
     ({"moments": "4bit"}, "argument --moments: invalid choice: '4bit'"),
     ({"load_best_model_at_end": "true"}, "the options do not fit together ("),
