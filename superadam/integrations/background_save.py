@@ -22,7 +22,7 @@ beginning = threading.RLock()
 
 A signal handler that saves meanwhile is refused as another process would be."""
 
-_under_way: tuple[threading.Thread, Future[None]] | None = None
+_under_way: Future[None] | None = None
 
 
 def _begin_anew() -> None:
@@ -37,11 +37,9 @@ os.register_at_fork(after_in_child=_begin_anew)
 def start(work: Callable[[], object], context: AbstractContextManager[object]) -> None:
     """Run this in a context, in a thread for whose end the interpreter waits; at once where no thread can start."""
     global _under_way
-    result: Future[None] = Future()
-    thread = threading.Thread(target=_run, args=(work, context, result), name="superadam-save")
-    _under_way = thread, result
+    result = _under_way = Future[None]()
     try:
-        thread.start()
+        threading.Thread(target=_run, args=(work, context, result), name="superadam-save").start()
     except RuntimeError:
         _run(work, context, result)
 
@@ -70,10 +68,7 @@ def wait() -> None:
     global _under_way
     if _under_way is None:
         return
-    thread, result = _under_way
-    error = result.exception()  # after Ctrl-C, Python 3.11 takes a thread that was being joined for ended
-    if thread.is_alive():
-        thread.join()
+    error = _under_way.exception()  # after Ctrl-C, Python 3.11 takes a thread that was being joined for ended
     _under_way = None
     if isinstance(error, CheckpointError):
         raise error

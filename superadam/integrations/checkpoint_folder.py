@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from superadam.host.files import locked, replace_file, synchronize
 
 FORMAT = 2  # in every manifest; a later layout gets the next number
-READABLE = (1, FORMAT)  # 1 has no run id
 
 LOCK_SECONDS = 30.0
 """For which a save waits for the end of another one."""
@@ -115,7 +114,7 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     return part
 
 
-def publish(part: Path, files: Files, world_size: int, keep: int, states: set[str | None]) -> tuple[Path, str]:
+def publish(part: Path, files: Files, keep: int, states: set[str | None]) -> tuple[Path, str]:
     """Make what was written, and is on the disk, the newest checkpoint, and delete all but `keep` of the run.
 
     Returns its folder, and the state of the folder that holds it, which `states` receives as soon as there is no way
@@ -125,7 +124,7 @@ def publish(part: Path, files: Files, world_size: int, keep: int, states: set[st
     folder, path = part.parent, published(part)
     there = look(folder)
     run = next(filter(None, map(_run_of, (there.newest, *there.others))), secrets.token_hex(16))
-    manifest = _sealed({"format": FORMAT, "run": run, "world_size": world_size, "files": files})
+    manifest = _sealed({"format": FORMAT, "run": run, "files": files})
     replace_file(part / _MANIFEST, lambda file: file.write(manifest))
     pointer = _pointer_to(path, hashlib.sha256(manifest).hexdigest())
     states.add(pointer)  # also if a save ends before the checkpoint is named
@@ -172,8 +171,8 @@ def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
         raise CheckpointError(f"{path / _MANIFEST} is damaged")
     if digest not in (None, hashlib.sha256(text).hexdigest()):
         raise CheckpointError(f"{path / _MANIFEST} is not the one that {_LATEST} names, and one of both is damaged")
-    if manifest["format"] not in READABLE:
-        raise CheckpointError(f"{path} has format {manifest['format']!r}, expected one of {READABLE}")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest['format']!r}, expected {FORMAT}")
     files = manifest["files"]
     _require_files(path, files)
     for name in sorted(files)[rank::world_size]:
@@ -223,7 +222,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _run_of(path: Path) -> str | None:
-    """Return the id of a checkpoint's run; None for format 1, and where its manifest cannot be read."""
+    """Return the id of a checkpoint's run; None where its manifest cannot be read."""
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
         return manifest.get("run") if isinstance(manifest, dict) else None

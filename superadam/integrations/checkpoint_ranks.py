@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -46,7 +46,7 @@ class CheckpointRanks:
         """
         seen = self.gather(self.run(lambda: checkpoint_folder.sight(path)))
         strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
-        if not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
+        if not strangers and seen[0] != path.name:  # else it was made just now; folders may hold copies, or nothing
             strangers = self._without_marker(path.parent)
         if strangers:
             raise CheckpointError(
@@ -73,27 +73,27 @@ class CheckpointRanks:
     def run(self, work: Callable[[], _T]) -> _T:
         """Return what `work` returns, or raise CheckpointError on every rank if it raised on one."""
         results: list[_T] = []
-        fault = self.fault(lambda: results.append(work()))
-        if fault is not None:
-            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
+        if fault := self.fault(lambda: results.append(work())):
+            raise CheckpointError(fault)
         return results[0]
 
     def restore(self, begin: Callable[[], object], go_on: Callable[[], object]) -> None:
         """Load: `begin` may refuse, and has changed nothing then; raise CheckpointError on every rank as `run` does."""
         begun: list[object] = []
-        fault = self.fault(lambda: begun.append(begin())) or self.fault(go_on)
-        if fault is not None:
-            is_partial = any(self.gather(len(begun)))
-            outcome = "a part of it was loaded: load again before training" if is_partial else self.outcome
-            raise CheckpointError(f"{self.failure}: {fault}; {outcome}")
+        if fault := self.fault(lambda: begun.append(begin()), begun) or self.fault(go_on, begun):
+            raise CheckpointError(fault)
 
-    def fault(self, work: Callable[[], object]) -> str | None:
-        """Return, on every rank, what `work` raised on the first one on which it did."""
+    def fault(self, work: Callable[[], object], begun: Sized = ()) -> str | None:
+        """Return, on every rank, a sentence about what `work` raised on the first one on which it did.
+
+        It says that a part was loaded where `begun` is not empty on some rank. Ctrl-C is raised on its rank, and the
+        sentence as CheckpointError on the others, which would wait for that one in the next call.
+        """
         fault, rank = None, self.rank
         cause: BaseException | None = None
         try:
             work()
-        except BaseException as error:  # Ctrl-C, too: the others wait for this rank
+        except BaseException as error:
             cause = error
             if isinstance(error, CheckpointException):  # of DCP, the same on every rank
                 rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
@@ -101,7 +101,15 @@ class CheckpointRanks:
             fault = f"{cause}{place}"
             if not isinstance(cause, CheckpointError):
                 fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
-        faults = self.gather(fault)
-        if cause is not None and rank == self.rank and not isinstance(cause, Exception):
+        is_ended = cause is not None and not isinstance(cause, Exception)
+        faults, are_begun, are_ended = zip(*self.gather((fault, len(begun), is_ended)), strict=True)
+        if cause is not None and is_ended and rank == self.rank:
             raise cause
-        return next(filter(None, faults), None)
+        first = next(filter(None, faults), None)
+        if first is None:
+            return None
+        outcome = "a part of it was loaded: load again before training" if any(are_begun) else self.outcome
+        sentence = f"{self.failure}: {first}; {outcome}"
+        if any(are_ended):
+            raise CheckpointError(sentence)
+        return sentence

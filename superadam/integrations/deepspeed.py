@@ -19,7 +19,7 @@ from superadam.distributed import shards
 from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
-from superadam.integrations.fp32_weights import WRAPPERS, save_fp32
+from superadam.integrations.fp32_weights import WRAPPERS, save_fp32, unwrapped
 from superadam.integrations.zero_checkpoint import ZeroCheckpoint
 from superadam.kernels.torch_private import dtensor_like
 from superadam.optim.adam import SpeculativeCPUAdam
@@ -85,7 +85,7 @@ def _opened(folder: Path, model: nn.Module, optimizer: SpeculativeCPUAdam) -> tu
     reshard(model)
     named = {
         WRAPPERS.sub("", name): tensor
-        for tensors in (model.named_parameters, model.named_buffers)
+        for tensors in (unwrapped(model).named_parameters, unwrapped(model).named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }
     for name, shape in checkpoint.shapes.items():

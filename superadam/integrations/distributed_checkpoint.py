@@ -53,8 +53,8 @@ Its path is without symbolic links.
 def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> Path | None:
     """Return the newest checkpoint in `folder`, to `load`, or None, to begin a run; every rank calls this first.
 
-    Nothing is verified before `load`. Several ranks find out here whether they share the folder: rank 0 writes to it,
-    and leaves a lock file there where there is no checkpoint.
+    Nothing is verified before `load`. Several ranks find out here whether they share the folder: rank 0 creates it if
+    need be, and writes to it for a moment.
 
     Args:
         folder: as for `save`.
@@ -68,18 +68,17 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     ranks = CheckpointRanks(
         process_group, f"cannot continue or begin a run in {folder}", _SHARED, "nothing was changed"
     )
-    with ExitStack() as stack:
 
-        def look() -> tuple[checkpoint_folder.CheckpointFolder, Path]:
-            path = Path(folder).absolute()
-            there = checkpoint_folder.look(path)
-            is_marked = ranks.size > 1 and there.state is None
-            return there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
+    def look() -> checkpoint_folder.CheckpointFolder:
+        path = Path(folder).absolute()
+        if ranks.size > 1:
+            path.mkdir(parents=True, exist_ok=True)
+        return checkpoint_folder.look(path)
 
-        there, marker = ranks.on_first(look)
-        _last_seen[there.newest.parent.resolve()] = there.state
-        if ranks.require_shared(marker) is None and there.state is not None:
-            _verify(ranks, there)  # tells what is lost
+    there = ranks.on_first(look)
+    _last_seen[there.newest.parent.resolve()] = there.state
+    if ranks.require_shared(there.newest) is None and there.state is not None:
+        _verify(ranks, there)  # tells what is lost
     return None if there.state is None else there.newest
 
 
@@ -201,7 +200,7 @@ def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -
     if fault is not None:
         intact = next((other for other in there.others if fault_of(other, None) is None), None)
         advice = "no other one in it is intact" if intact is None else f"load {intact}, which is intact"
-        raise CheckpointError(f"{ranks.failure}: {fault}; {ranks.outcome}: {advice}")
+        raise CheckpointError(f"{fault}: {advice}")
 
 
 @dataclass(eq=False)
@@ -312,7 +311,7 @@ class _NewCheckpoint:
         files = _digests([values, self.part / ".metadata"])
         for _, share in every:
             files.update(share)
-        return checkpoint_folder.publish(self.part, files, self.ranks.size, self.keep, self._states)
+        return checkpoint_folder.publish(self.part, files, self.keep, self._states)
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""

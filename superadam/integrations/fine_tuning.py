@@ -59,12 +59,10 @@ DEPRECATED = {
     "gradient_checkpointing_kwargs": "--activation_checkpointing_kwargs",
     "pad_token": "a tokenizer that has one",
     "use_liger_kernel": "the default --loss_type nll, which is fused as well",
-    "liger_kernel_config": "the default --loss_type nll, which is fused as well",
     "label_smoothing_factor": "another loss",
     "local_rank": "torchrun",
     "loss_type chunked_nll": "--loss_type nll",
     "truncation_mode keep_end": "--truncation_mode keep_start",
-    "packing_strategy bfd-requeue": "--packing_strategy bfd_split",
 }
 """Fields, or values of one, that TRL or transformers will drop, and what takes their place."""
 
@@ -245,10 +243,11 @@ def _fault(example: Any, text: str) -> str:
     for columns in (("messages",), ("prompt", "completion"), (text,)):
         if isinstance(example, dict) and example.keys() >= set(columns):
             for column in columns:
-                value, is_talk = example[column], _is_talk(example[column])
-                if not (is_talk and column != text) and not (isinstance(value, str) and column != "messages"):
-                    kind = {"messages": "a list of objects with role and content", text: "text"}.get(column, "text")
-                    return f"{column} is {type(value).__name__}, expected {kind}"
+                value, is_messages = example[column], column == "messages"
+                takes_text, takes_talk = column == text or not is_messages, column != text or is_messages
+                if not (takes_text and isinstance(value, str)) and not (takes_talk and _is_talk(value)):
+                    kinds = ["text"] * takes_text + ["a list of objects with role and content"] * is_messages
+                    return f"{column} is {type(value).__name__}, expected {' or '.join(kinds)}"
             return ""
     return f"expected an object with messages, with prompt and completion, or with {text}"
 

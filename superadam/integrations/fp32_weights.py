@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from superadam.distributed import shards
 from superadam.integrations.checkpoint_contents import reshard
@@ -58,6 +59,7 @@ def save_fp32(
     except ImportError as error:
         raise ImportError(f"save_fp32() needs safetensors ({error}); pip install safetensors") from error
     ranks = CheckpointRanks(process_group, f"cannot write masters to {folder}", "", "nothing was written")
+    model = unwrapped(model)
     path = Path(folder).absolute()
     part = path.with_name(f".{path.name}.part")
 
@@ -102,6 +104,12 @@ def save_fp32(
         if ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
     return path
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that DistributedDataParallel has wrapped, and perhaps torch.compile that; others themselves."""
+    model = getattr(model, WRAPPER_NAMES[0], model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple[Tensor, Any]]:

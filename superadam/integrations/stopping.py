@@ -41,10 +41,10 @@ class SavesOnSignal(TrainerCallback):
         self._answer: tuple[torch.Tensor, Any] | None = None
 
     def __enter__(self) -> Self:
+        if dist.is_initialized() and dist.get_world_size() > 1:  # which may raise, before anything is changed
+            self._group = dist.new_group(backend="gloo")
         self._before: Any = signal.signal(signal.SIGTERM, self._ask)
         self._trainer.add_callback(self)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
         return self
 
     def __exit__(self, *_: object) -> None:

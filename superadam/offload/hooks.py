@@ -53,16 +53,13 @@ class Hooks:
     def look_for_unfrozen(self) -> None:
         """Hook those of the parameters that were frozen before and are trained now."""
         for position in reversed(range(len(self._frozen))):
-            parameter = self._frozen[position]
+            parameter: Any = self._frozen[position]
             if parameter.requires_grad and parameter.is_leaf:
-                self._hook(parameter)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
+                if self._is_first:  # as torch does with hooks of modules that are to be prepended
+                    hooks: Any = self._handles[-1].hooks_dict_ref()
+                    hooks.move_to_end(self._handles[-1].id, last=False)
                 del self._frozen[position]
-
-    def _hook(self, parameter: Any) -> None:
-        self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
-        if self._is_first:  # as torch does with hooks of modules that are to be prepended
-            hooks: Any = self._handles[-1].hooks_dict_ref()
-            hooks.move_to_end(self._handles[-1].id, last=False)
 
     def remove(self) -> None:
         """Remove every hook."""

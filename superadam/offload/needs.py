@@ -57,12 +57,6 @@ def bytes_of_state(storage: Storage = Storage(), *, amsgrad: bool = False) -> fl
     return needs_of(weight, is_on_host=False, amsgrad=amsgrad, storage=storage).state / weight.numel()
 
 
-def bytes_of_resident(optimizer: SpeculativeCPUAdam) -> float:
-    """Return how many bytes the state of one element takes on the device, where it is resident."""
-    amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
-    return bytes_of_state(optimizer._binding.storage, amsgrad=amsgrad)
-
-
 SMALLER = {
     "make the optimizer with moments='bf16'": Storage(Moments.BFLOAT16),
     "with moments='bf16' and master='24bit'": Storage(Moments.BFLOAT16, Master.PLANES),
@@ -105,8 +99,8 @@ def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placem
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
         return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, lists=0, largest=0)
     if leaving and device.has_link:
-        resident = min(elements, placement.gpu_buckets * placement.bucket_numel)
-        resident = math.ceil(bytes_of_resident(optimizer) * resident)
+        each = bytes_of_state(storage, amsgrad=any(group["amsgrad"] for group in groups))
+        resident = math.ceil(each * min(elements, placement.gpu_buckets * placement.bucket_numel))
         free = device.free_bytes()
         run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
     return with_bucket(run, widest, placement)

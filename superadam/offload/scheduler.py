@@ -32,7 +32,7 @@ from superadam.kernels.torch_private import check_can_take, is_short_of_memory, 
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.offload.hooks import Hooks, Marked, ReducedGroups
-from superadam.offload.needs import bytes_of_resident, needs_of_run
+from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Autotuner, Placement, last_pieces
 from superadam.offload.statistics import OverlapStatistics
@@ -127,9 +127,11 @@ class OffloadScheduler(GradientHolder):
         owned_device = self._device if device is None else None
         self._resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
-        resident = bytes_of_resident(optimizer), max((parameter.itemsize for parameter in parameters), default=0)
+        amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
         self._autotuner = Autotuner(
-            self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, *resident
+            *(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads),
+            bytes_of_state=bytes_of_state(self._binding.storage, amsgrad=amsgrad),
+            bytes_of_gradient=max((parameter.itemsize for parameter in parameters), default=0),
         )
         self._transfers = Transfers(self._device, self.statistics, self.trace, self.placement.transfer_dtype)
         self._transfers.staged_numel = self.placement.bucket_numel

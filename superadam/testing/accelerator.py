@@ -164,10 +164,12 @@ class SimulatedAccelerator:
 
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        """Enqueue operations inside to a stream, with new tensors on the device."""
         before = self.current_stream()
         self.set_stream(stream)
         try:
-            yield
+            with self.dispatching(allocates=True):
+                yield
         finally:
             self.set_stream(before)
 

@@ -119,14 +119,6 @@ class SimulatedDevice(CudaDevice):
             super().put(buffer, index, values)
         self._settle()
 
-    def copy(self, destination: Tensor, source: Tensor, stream: Any) -> None:
-        with self.accelerator.dispatching(allocates=False):
-            super().copy(destination, source, stream)
-
-    def empty(self, numel: int, dtype: torch.dtype, stream: Any) -> Tensor:
-        with self.accelerator.dispatching(allocates=True):
-            return super().empty(numel, dtype, stream)
-
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         for slab in self.pinned._slabs:  # what is free holds NaN, as if another program of the host had used it
             returned = [(one.begin, one.begin + one.size) for one in slab._returned]

@@ -205,12 +205,12 @@ def use_a_shared_folder(rank: int, *, folder: str) -> tuple[list[str], Any, str]
     return found, loaded, str(error.value)
 
 
-def test_folder_that_is_shared_gets_a_lock_file_at_most_and_can_be_read_only(tmp_path):
+def test_folder_that_is_shared_is_left_as_it_was_and_can_be_read_only(tmp_path):
     (tmp_path / "file").touch()
     one, other = ranks.run(use_a_shared_folder, 2, folder=str(tmp_path))
     assert one == other
     found, loaded, words = one
-    assert found == [".lock", ".lock", ".lock latest save-00000001"]
+    assert found == ["", "", ".lock latest save-00000001"]
     assert loaded == 7
     assert words.startswith(f"cannot continue or begin a run in {tmp_path}/file/run: NotADirectoryError: ")
     assert words.endswith("(on rank 0): choose another folder that all ranks share; nothing was changed")

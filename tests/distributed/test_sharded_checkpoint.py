@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.host.memory import Claim
-from superadam.integrations import background_save, checkpoint_folder
+from superadam.integrations import background_save, checkpoint_folder, distributed_checkpoint
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 
 pytestmark = pytest.mark.slow
@@ -182,6 +182,41 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(tmp_path
     intact = f"nothing was loaded: load {tmp_path / 'save-00000001'}, which is intact"
     assert len(loads) == 1 + len(list((tmp_path / "save-00000001").iterdir())) == 6
     assert all(sentence.endswith(intact) for sentence in loads[1:])
+
+
+def interrupt_together(rank: int, *, folder: str) -> list[str]:
+    """Interrupt one rank at three moments of a load; return what each raises, after which all load together."""
+    model, optimizer = make(SpeculativeCPUAdamW, 0)
+    train(model, optimizer, 0)
+    for extra in ("older", "newer"):
+        save(folder, model, optimizer, extra=extra)
+    words = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    moments: Any = [
+        (checkpoint_folder, "verify"),
+        (optimizer, "load_state_dict"),
+        (distributed_checkpoint, "set_model_state_dict"),
+    ]
+    for moment in moments:
+        with pytest.MonkeyPatch.context() as context:
+            if rank == 1:
+                context.setattr(*moment, interrupt)
+            with pytest.raises((CheckpointError, KeyboardInterrupt)) as error:
+                load(folder, model, optimizer)
+        words.append(f"{error.type.__name__}: {error.value}")
+        assert load(folder, model, optimizer) == "newer"
+    return words
+
+
+def test_interrupt_of_one_rank_ends_the_load_of_all(tmp_path):
+    others, interrupted = ranks.run(interrupt_together, 2, folder=str(tmp_path))
+    assert interrupted == ["KeyboardInterrupt: "] * 3
+    told = f"CheckpointError: cannot load a checkpoint from {tmp_path}: KeyboardInterrupt:  (on rank 1); "
+    partly = "a part of it was loaded: load again before training"
+    assert others == [told + outcome for outcome in ("nothing was loaded", partly, partly)]
 
 
 def die(rank: int, *, folder: str, victim: int, waits: bool) -> tuple[Any, str]:

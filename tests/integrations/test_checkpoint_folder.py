@@ -18,7 +18,7 @@ from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError, begin, locate, look
 
 
-def save(folder: Path, content: bytes = b"content", *, keep: int = 2, world_size: int = 1, states: Any = None) -> Path:
+def save(folder: Path, content: bytes = b"content", *, keep: int = 2, states: Any = None) -> Path:
     states = {look(folder).state} if states is None else states
     with ExitStack() as stack:
         part = begin(folder, stack, states)
@@ -26,7 +26,7 @@ def save(folder: Path, content: bytes = b"content", *, keep: int = 2, world_size
         for name in ("a", ".b"):
             (part / name).write_bytes(content)
             files[name] = (len(content), checkpoint_folder.sha256(part / name))
-        path, _ = checkpoint_folder.publish(part, files, world_size, keep, states)
+        path, _ = checkpoint_folder.publish(part, files, keep, states)
         return path
 
 
@@ -88,7 +88,7 @@ def test_other_format_is_refused(tmp_path, monkeypatch):
         context.setattr(checkpoint_folder, "FORMAT", 3)
         path = save(tmp_path)
     assert json.loads((path / "manifest.json").read_text())["format"] == 3
-    with pytest.raises(CheckpointError, match=r"has format 3, expected one of \(1, 2\)"):
+    with pytest.raises(CheckpointError, match=r"has format 3, expected 2$"):
         verify(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_files_that_rank_0_does_not_see_are_not_published(tmp_path):
     with ExitStack() as stack:
         part = begin(tmp_path, stack, {look(tmp_path).state})
         with pytest.raises(CheckpointError, match="__1_0 is damaged: its bytes are none, expected 5"):
-            checkpoint_folder.publish(part, {"__1_0": (5, "0" * 64)}, 2, 1, set())
+            checkpoint_folder.publish(part, {"__1_0": (5, "0" * 64)}, 1, set())
     assert names(tmp_path) == [".lock"]
 
 

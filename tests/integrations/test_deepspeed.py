@@ -24,6 +24,7 @@ from support.visible import refused
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.integrations import deepspeed, fp32_weights, zero_checkpoint
@@ -176,6 +177,19 @@ def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes
         index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         assert index == {name: path.name for path, part in zip(files, parts, strict=True) for name in part}
     Model().load_state_dict(found)
+
+
+def masters_of_replicas(rank: int, folder: str) -> None:
+    model, optimizer = training()
+    wrapped = torch.compile(DistributedDataParallel(torch.compile(model)))
+    deepspeed.load(DATA / "zero3-2", wrapped, optimizer)
+    deepspeed.save_fp32(folder, wrapped, optimizer)
+
+
+def test_names_are_those_of_the_model_that_is_wrapped(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    run(masters_of_replicas, 2, folder=str(tmp_path / "model"))
+    Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
 
 
 def test_compact_masters_are_written_as_they_are_decoded(tmp_path):

@@ -1,6 +1,5 @@
 """`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
 
-import json
 import os
 import re
 import resource
@@ -606,24 +605,3 @@ def test_file_called_latest_of_others_is_left_alone(pair, tmp_path):
     assert "it holds latest, which was neither loaded into this optimizer nor saved from it" in refused_to_save(
         tmp_path, *pair
     )
-
-
-def test_folder_without_a_run_id_is_continued(pair, tmp_path, monkeypatch):
-    """As earlier versions wrote it."""
-    sealed = checkpoint_folder._sealed
-    with monkeypatch.context() as context:
-        context.setattr(checkpoint_folder, "FORMAT", 1)
-        context.setattr(
-            checkpoint_folder, "_sealed", lambda c: sealed({key: value for key, value in c.items() if key != "run"})
-        )
-        for extra in (1, 2):
-            path = save(tmp_path, *pair, extra=extra)
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    assert list(manifest) == ["format", "world_size", "files", "sha256"]
-    other = new()
-    assert load(latest(tmp_path) or "", *other) == 2
-    save(tmp_path, *other, extra=3)
-    runs = [json.loads((path / "manifest.json").read_bytes()).get("run") for path in sorted(tmp_path.glob("save-*"))]
-    assert runs[0] is None
-    assert re.fullmatch("[0-9a-f]{32}", runs[1])
-    assert load(tmp_path, *new()) == 3

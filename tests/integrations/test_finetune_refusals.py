@@ -66,12 +66,10 @@ OLD = {
     "gradient_checkpointing_kwargs": '{"use_reentrant": true}',
     "pad_token": "<pad>",
     "use_liger_kernel": "true",
-    "liger_kernel_config": '{"rope": true}',
     "label_smoothing_factor": "0.1",
     "local_rank": "0",
     "loss_type": "chunked_nll",
     "truncation_mode": "keep_end",
-    "packing_strategy": "bfd-requeue",
 }
 """Options, or values of one, that TRL or transformers will drop."""
 
@@ -200,6 +198,17 @@ def test_a_column_of_another_name_is_read(program):
     assert fine_tuning.check_lines("named.jsonl", "content") is None
 
 
+def test_a_column_called_messages_holds_what_trl_takes_there(program):
+    """Text, if it is the column of text; else conversations."""
+    Path("both.jsonl").write_text('{"messages": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    assert fine_tuning.check_lines("both.jsonl", "messages") is not None
+    with pytest.raises(fine_tuning.RefusedError, match="messages is str, expected a list of objects with role and"):
+        fine_tuning.check_lines("both.jsonl")
+    Path("number.jsonl").write_text('{"messages": 5}\n')
+    with pytest.raises(fine_tuning.RefusedError, match="messages is int, expected text or a list of objects with role"):
+        fine_tuning.check_lines("number.jsonl", "messages")
+
+
 WRONG = [
     ({"dataset_name": "none.jsonl"}, "there is no file none.jsonl; correct --dataset_name"),
     ({"dataset_name": "model"}, "model has no train.jsonl"),
@@ -231,6 +240,7 @@ WRONG = [
     ({"gradient_accumulation_steps": "0"}, "gradient_accumulation_steps"),
     ({"max_length": "-5"}, "--max_length is -5, expected a number of at least 1"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "--lr_scheduler_type cosine_with_min_lr cannot be made (One of"),
+    ({"packing_strategy": "bfd-requeue"}, "argument --packing_strategy/--packing-strategy: invalid choice"),
     ({"dtype": "int8"}, "argument --dtype: invalid choice: 'int8'"),
     ({"moments": "4bit"}, "argument --moments: invalid choice: '4bit'"),
     ({"load_best_model_at_end": "true"}, "the options do not fit together ("),

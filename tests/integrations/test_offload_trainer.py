@@ -503,6 +503,21 @@ def test_signals_are_the_program_s_own_after_training(tmp_path):
     assert saves not in trainer.callback_handler.callbacks
 
 
+def test_ranks_that_cannot_meet_leave_signals_alone(tmp_path, monkeypatch):
+    before, trainer = signal.getsignal(signal.SIGTERM), trainer_in(tmp_path, torch.bfloat16)
+
+    def fail(**_):
+        raise RuntimeError("planted")
+
+    for name, value in (("is_initialized", lambda: True), ("get_world_size", lambda: 2), ("new_group", fail)):
+        monkeypatch.setattr(torch.distributed, name, value)
+    saves = SavesOnSignal(trainer)
+    with pytest.raises(RuntimeError, match="planted"):
+        saves.__enter__()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert saves not in trainer.callback_handler.callbacks
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
