@@ -204,13 +204,10 @@ class Shadow:
 
     def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
         """Replace values on the device by others, behind the event and everything that writes them."""
-        device = self.new_values.device
+        self.sources()  # which the current stream may write from now on
+        self.new_values.device.wait(Stream.CURRENT, arrived)
         assert self._memory is not None
-        assert self._arrived is not None
-        for event in (self._arrived, arrived):
-            device.wait(Stream.CURRENT, event)
-        device.record_stream(self._memory, Stream.CURRENT)
-        device.put(self._memory.view(self.dtype)[: self.layout.numel], index, values)
+        self.new_values.device.put(self._memory.view(self.dtype)[: self.layout.numel], index, values)
 
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
