@@ -10,7 +10,7 @@ import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -254,22 +254,13 @@ def run(
         raise ValueError(f"superadam: {_ERRORS[code]}")
 
 
-class Verdict(NamedTuple):
-    """As `superadam_verdict` in `cpu/cdef.h`."""
-
-    norm: float
-    nonfinite: int
-    clip: float
-    seconds: float
-
-
 def step(
     segments: npt.NDArray[Any],
     coefficients: npt.NDArray[Any],
     sums: npt.NDArray[np.float64],
     nonfinite: npt.NDArray[np.int64],
     max_norm: float,
-) -> Verdict:
+) -> Any:
     """Take the norm of all gradients, and unless an element is Inf or NaN, clip and update: as `run`, in one call.
 
     Args:
@@ -277,6 +268,9 @@ def step(
         coefficients: as for `run`, without a scale, which is overwritten.
         sums, nonfinite: 1-D C-contiguous arrays with the entries that the segments point to; all others are 0.
         max_norm: limit of the norm, at least 0; inf for none.
+
+    Returns:
+        The `superadam_verdict` of `cpu/cdef.h`, with its fields as attributes.
 
     Raises:
         ValueError: the table does not fit a pass; nothing was changed but `sums` and `nonfinite`.
@@ -299,7 +293,7 @@ def step(
     )
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
-    return Verdict(verdict.norm, verdict.nonfinite, verdict.clip, verdict.seconds)
+    return verdict
 
 
 def move_like(

@@ -115,7 +115,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     _binding: Binding
     _verdicts: _Verdicts
-    _storage = Storage()  # of pickles that say nothing else
+    _storage: Storage
 
     def __init__(
         self,
@@ -508,9 +508,6 @@ class SpeculativeCPUAdam(Optimizer):
         super().__setstate__(values)
         arriving = self.__dict__.get("_arriving")
         self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
-        for group in self.param_groups:
-            for key, value in checkpoint.LATER_GROUP_KEYS.items():
-                group.setdefault(key, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""

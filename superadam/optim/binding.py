@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import operator
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,16 +31,13 @@ from superadam.kernels.memory import has_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.entry import Lock
 from superadam.optim.published_state import PublishedState
-from superadam.state import compact
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, Storage, pieces_of
-from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable, Runs
 from superadam.step.gradients import hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
-_logger = logging.getLogger("superadam")
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -82,34 +78,6 @@ def hyper_by_row(groups: Groups) -> list[Hyperparameters]:
     return hyper_of_each(runs_of(groups))
 
 
-class Overlap(Protocol):
-    """The scheduler that runs the optimizer during backward, as seen by the optimizer."""
-
-    @property
-    def _transfers(self) -> NewValues:
-        """Brings new values to parameters."""
-
-    @property
-    def _resident(self) -> ResidentStates | None:
-        """State that is not on the host."""
-
-    def _follow(self, transaction: Transaction | None) -> None:
-        """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
-
-    def _catch_up(self) -> None:
-        """Return when everything that was taken is speculated on; raise what failed there."""
-
-    def _conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
-        """Handle the outcome of a step, and what it did to gradients that were taken."""
-
-
-class GradientSource(Protocol):
-    """What brings gradients to the optimizer before they are rounded to the dtype of `.grad`."""
-
-    def check(self) -> None:
-        """Called before each verdict; raises what has failed since the last one."""
-
-
 def _lock_of_process() -> Lock:
     """Return what returns a reentrant lock of this process: another thread may have held its parent's at a fork."""
     locks: dict[int, AbstractContextManager[object]] = {}
@@ -121,8 +89,8 @@ class Binding(GradientHolder):
 
     Attributes:
         published: the `state` dict.
-        overlap: the scheduler, if there is one.
-        source: of gradients that are not those in `.grad`, if there is one.
+        overlap: the `OffloadScheduler`, if there is one.
+        source: the `ReducedGradients` that bring unrounded ones, if there are any.
         is_flattened: whether the bound parameters are shards of FSDP1.
         ranks: that make each step together; None for this one alone.
         process_group: of those ranks, if a program has said which.
@@ -132,8 +100,8 @@ class Binding(GradientHolder):
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
         self._lock = _lock_of_process()
         self.published = PublishedState(entries, self._lock)
-        self.overlap: Overlap | None = None
-        self.source: GradientSource | None = None
+        self.overlap: Any = None
+        self.source: Any = None
         self.is_flattened = False
         self.ranks: Ranks | None = None
         self.process_group: dist.ProcessGroup | None = None
@@ -141,7 +109,6 @@ class Binding(GradientHolder):
         self._transaction: Transaction | None = None
         self._is_compared = False  # with other ranks
         self._statistics = statistics
-        self._logged_others = 0
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -249,7 +216,7 @@ class Binding(GradientHolder):
             return self.published.entries
 
     @untracked
-    def attach(self, overlap: Overlap, groups: Groups) -> None:
+    def attach(self, overlap: Any, groups: Groups) -> None:
         """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
         with self.lock:
             if self.overlap is not None:
@@ -359,7 +326,6 @@ class Binding(GradientHolder):
             for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
         ]
         _refuse_shared_memory(states, names)
-        self._tell_of_others(states)
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         try:
             for state, name in zip(states, names, strict=True):
@@ -382,37 +348,21 @@ class Binding(GradientHolder):
             self.overlap._follow(self._transaction)
         return self._transaction
 
-    def _tell_of_others(self, states: Sequence[ParameterState]) -> None:
-        """Log how many parameters are stored in more bits than they were to be, once for each number of them."""
-        wanted = self.storage.moments
-        others = [state for state in states if state.storage.moments is not wanted and not state.is_double]
-        if others and len(others) != self._logged_others:
-            self._logged_others = len(others)
-            count, numel = (sum(state.shape.numel() for state in some) for some in (others, states))
-            _logger.info(
-                "%d of %d parameters, with %s of %s elements, have moments of bf16; those of 8 bits are for contiguous "
-                "ones of at least two dimensions whose last is a multiple of %d",
-                *(len(others), len(states), f"{count:,}", f"{numel:,}", compact.BLOCK),
-            )
-
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
     """Whether these are the bound parameters, of the same dtype, layout and device; distrust those that have moved."""
-    fingerprints = table.fingerprints
-    if table.is_distributed:
-        if [*map(id, parameters)] != [*map(id, table.parameters)]:
-            return False
-        parameters = [*map(shards.local_of, parameters)]
-    if not fingerprints.are_of(parameters):
+    if len(parameters) != len(table.parameters) or not all(map(operator.is_, parameters, table.parameters)):
+        return False
+    if table.is_distributed and any(shards.local_of(state.parameter) is not state.local for state in table.states):
         return False
     moved = table.look()
     if any(map(_is_converted, moved)):
         return False
     for state in moved:
-        fingerprints.distrust(state.row)
+        table.fingerprints.distrust(state.row)
     return True
 
 

@@ -243,18 +243,15 @@ def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles)
 
     Of a mapped checkpoint, no more than one tensor is in memory at a time.
     """
-    copied: dict[str, Any] = Entry() if state.encodings else {}
+    copied: dict[str, Any] = Entry({}) if state.encodings else {}
     holder = ParameterState(state.parameter, state.row, state.name, storage=state.storage)
     if "step" in entry:
         step = fitted_step(entry["step"], read_step(entry["step"], state.name))
         copied["step"] = step.detach().to("cpu", copy=True).reshape(())
     for key in TENSORS:
         if entry.get(key) is not None:
-            if key in state.encodings:
-                holder.encode(key, entry[key])
-                copied[key] = Encoded.of(holder, key)
-            else:
-                copied[key] = state.whole(state.host_copy(entry[key], state.dtype_of(key)))
+            holder.store(key, entry[key])
+            copied[key] = Encoded.of(holder, key) if key in state.encodings else state.whole(getattr(holder, key))
             mapped.release(entry[key])
     copied.update({key: _cast(value, state.parameter) for key, value in entry.items() if key not in OURS})
     return copied

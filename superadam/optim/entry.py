@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from superadam.kernels import torch_private
 from superadam.state import compact
-from superadam.state.parameter import SECONDS, ParameterState, Shown, flat
+from superadam.state.parameter import SECONDS, ParameterState, flat
 
 Lock = Callable[[], AbstractContextManager[object]]
 """Returns the lock of an optimizer."""
@@ -31,14 +31,12 @@ class Encoded:
         encoding: how.
         dtype: of the tensor.
         parameter: as which the tensor is distributed; None for ordinary ones.
-        shown: is told of the tensor.
     """
 
     arrays: tuple[Tensor, Tensor]
     encoding: compact.Encoding
     dtype: torch.dtype
     parameter: Tensor | None
-    shown: Shown
 
     @staticmethod
     def of(state: ParameterState, key: str) -> Encoded:
@@ -48,7 +46,6 @@ class Encoded:
             state.encodings[key],
             state.dtype_of(key),
             state.parameter if state.is_distributed else None,
-            state.shown[key],
         )
 
     @property
@@ -71,9 +68,7 @@ class Encoded:
             first = self.arrays[0]
             values = torch.empty_strided(first.shape, first.stride(), dtype=self.dtype, device="cpu")
             self.decode(values)
-            whole = self.whole(values)
-        self.shown.tensor = whole
-        return whole
+            return self.whole(values)
 
 
 class Entry(dict[str, Any]):
@@ -85,11 +80,7 @@ class Entry(dict[str, Any]):
         lock: returns the lock of the optimizer whose steps write to what is encoded.
     """
 
-    def __init__(
-        self,
-        values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
-        lock: Lock = nullcontext,
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any], lock: Lock = nullcontext) -> None:
         super().__init__(values)
         self.lock = lock
 

@@ -22,7 +22,7 @@ from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
-from superadam.state.parameter import TENSORS, ParameterState, Shown
+from superadam.state.parameter import TENSORS, ParameterState
 from superadam.state.table import ParameterTable
 
 
@@ -114,7 +114,7 @@ class PublishedState:
     def _stand_ins(self, state: ParameterState) -> list[str]:
         entry = self.entries.get(state.parameter)
         values = raw(entry) if isinstance(entry, dict) else {}
-        return [key for key in TENSORS if state.shown[key].is_by(values.get(key))]
+        return [key for key, shown in state.shown.items() if values.get(key) is shown]
 
     def write(self, table: ParameterTable, states: Collection[ParameterState] | None = None) -> None:
         """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay.
@@ -128,7 +128,7 @@ class PublishedState:
                 continue
             entry = self.entries.get(state.parameter)
             if entry is None:
-                entry = self.entries[state.parameter] = Entry(lock=self._lock) if state.encodings else {}
+                entry = self.entries[state.parameter] = Entry({}, self._lock) if state.encodings else {}
             count = int(table.steps[state.row])
             if "step" not in entry:
                 entry["step"] = checkpoint.fitted_step(None, count)
@@ -203,11 +203,11 @@ def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: Paramet
     if value is None:
         state.forget(key)
     elif key not in state.encodings and value.dtype == state.dtype_of(key) and state.has_layout(value):
-        state.shown[key] = Shown()
+        state.shown.pop(key, None)
         state.put({key: value})
     else:
         is_changed = state.store(key, value)
-        state.shown[key].tensor = raw(entry)[key]
+        state.shown[key] = raw(entry)[key]
         if is_changed:
             _show(entry, key, state)
 
@@ -215,7 +215,7 @@ def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: Paramet
 def _show(entry: dict[str, Any], key: str, state: ParameterState) -> None:
     """Let an entry have a tensor of the state: in the stand-in for it, if there is one that still fits."""
     whole = raw(entry).get(key)
-    shown = shards.local_of(whole) if state.shown[key].is_by(whole) else None
+    shown = shards.local_of(whole) if whole is not None and state.shown.get(key) is whole else None
     if shown is not None and shown.shape == state.shape:
         with torch_private.inference_mode(shown.is_inference()), torch.no_grad():  # the first enables it
             state.show(key, shown)
@@ -225,12 +225,13 @@ def _show(entry: dict[str, Any], key: str, state: ParameterState) -> None:
 
 def _put(entry: dict[str, Any], key: str, state: ParameterState) -> None:
     """Put what the state has into an entry, or what decodes it when it is read."""
-    state.shown[key] = Shown()
+    state.shown.pop(key, None)
     if key not in state.encodings:
         entry[key] = state.whole_of(key) if state.is_distributed else getattr(state, key)
+    elif isinstance(entry, Entry):
+        entry[key] = Encoded.of(state, key)
     else:
-        encoded = Encoded.of(state, key)
-        entry[key] = encoded if isinstance(entry, Entry) else encoded.decoded()
+        entry[key] = state.shown[key] = Encoded.of(state, key).decoded()
 
 
 def _shape_of(value: Any) -> object:
@@ -242,7 +243,7 @@ def _shape_of(value: Any) -> object:
 _ALONE = 1
 """What `sys.getrefcount` returns of an expression's value to which nothing refers: the reference that it is passed."""
 _STEP, _STAND_IN, _NATIVE = 1, 2, 3
-"""References to tensors: by an entry; by a `Shown` or a `ParameterState` as well; and by a `ParameterTable`."""
+"""References to tensors: by an entry; by a `ParameterState` as well; and by a `ParameterTable`."""
 
 
 def _is_referenced(values: dict[str, Any], key: str, usual: int) -> bool:

@@ -7,7 +7,6 @@ not the memory. A storage resized to 0 and back between two looks, and gets the 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -51,10 +50,6 @@ class Fingerprints:
     def __reduce__(self) -> NoReturn:
         raise TypeError("fingerprints are of this process's memory and cannot be copied; make new ones of the copies")
 
-    def are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the listed tensors, in this order."""
-        return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
-
     def look(self) -> list[int]:
         """Look at every parameter; return the rows that have moved or changed their layout, now or in an earlier look.
 
@@ -74,12 +69,6 @@ class Fingerprints:
             return []
         hinted: list[int] = rows[self._seen_versions[rows] != self._known_versions[rows]].tolist()
         return hinted
-
-    def had_memory(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return of each of these rows whether it was at its place in the last `look`, or when remembered since."""
-        addresses = self._known_addresses[rows]
-        found: npt.NDArray[np.bool_] = (addresses != 0) & (addresses != NOWHERE)
-        return found
 
     def are_hinted(self, rows: Sequence[int]) -> list[bool]:
         """Return of each of these rows whether version, memory or layout hint at an outside write."""

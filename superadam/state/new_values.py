@@ -71,8 +71,8 @@ class NewValues:
     def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[dict[Piece, Slot]]:
         """Return host memory for the new values of one part after another; there is at least one.
 
-        All of it is allocated when this returns: two buffers in turn, or always the same one if memory is short or
-        nothing overlaps. Publish each part before asking for the next.
+        All of it is allocated when this returns: two buffers in turn, or always the same one if nothing overlaps.
+        Publish each part before asking for the next.
         """
         if self._staged is not None:
             self._staged.synchronize()
@@ -80,11 +80,7 @@ class NewValues:
         size = max(sum(map(_bytes_of, some)) for some in layouts)
         buffers = [self.device.host_empty(size, torch.uint8)]
         if len(parts) > 1 and self.device.has_link:
-            try:
-                buffers.append(self.device.host_empty(size, torch.uint8))
-            except Exception as error:
-                if not is_short_of_memory(error):
-                    raise
+            buffers.append(self.device.host_empty(size, torch.uint8))
         return self._slots_in_turn(layouts, buffers)
 
     def _slots_in_turn(self, layouts: Sequence[_Layouts], buffers: Sequence[Tensor]) -> Iterator[dict[Piece, Slot]]:
@@ -177,7 +173,7 @@ class Shadow:
         self.takes_patches = layout.numel <= MOST_PLACES
         device = new_values.device
         self._travels = device.has_link and not device.is_host(layout.states[0].state.local)
-        self._layout, self._memory, self._host = layout, memory, [*host]
+        self.layout, self._memory, self._host = layout, memory, [*host]
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
 
@@ -185,8 +181,8 @@ class Shadow:
     def values(self) -> list[Tensor]:
         """One host tensor for each piece, of its parameter's dtype and in its layout, for kernels to write."""
         if not self._views:
-            self._host = self._host or [self.new_values.device.host_empty(self._layout.numel, self.dtype)]
-            self._views = self._layout.views(self._host[0])
+            self._host = self._host or [self.new_values.device.host_empty(self.layout.numel, self.dtype)]
+            self._views = self.layout.views(self._host[0])
         return self._views
 
     @property
@@ -202,29 +198,22 @@ class Shadow:
     def send(self) -> None:
         """Start the upload of the values, if they have memory on the device."""
         if self._memory is not None and self._arrived is None:
-            distant = self._memory.view(self.dtype)[: self._layout.numel]
+            distant = self._memory.view(self.dtype)[: self.layout.numel]
             self._arrived = self.new_values.upload(self._host[0], distant)
-            self._host, self._views = [], self._layout.views(distant)
+            self._host, self._views = [], self.layout.views(distant)
 
     def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
         """Replace values on the device by others, behind the event and everything that writes them."""
-        device = self.new_values.device
+        self.sources()  # which the current stream may write from now on
+        self.new_values.device.wait(Stream.CURRENT, arrived)
         assert self._memory is not None
-        assert self._arrived is not None
-        for event in (self._arrived, arrived):
-            device.wait(Stream.CURRENT, event)
-        device.record_stream(self._memory, Stream.CURRENT)
-        device.put(self._memory.view(self.dtype)[: self._layout.numel], index, values)
-
-    def begins(self, positions: Sequence[int]) -> list[int]:
-        """Return where in the buffer the pieces at these positions begin."""
-        return [self._layout.offsets[position] for position in positions]
+        self.new_values.device.put(self._memory.view(self.dtype)[: self.layout.numel], index, values)
 
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
         device = self.new_values.device
         if self._travels and self._memory is None and not self.new_values.is_short:
-            self._memory = self.new_values.room_on_device(self._layout.numel, self.dtype)
+            self._memory = self.new_values.room_on_device(self.layout.numel, self.dtype)
             if self._memory is not None:  # it may be used by what the current stream has still to do
                 device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
         self.send()
@@ -256,7 +245,7 @@ class Patch:
 
     def __init__(self, shadow: Shadow, positions: Sequence[int], counts: Sequence[int]) -> None:
         device, total = shadow.new_values.device, sum(counts)
-        self._shadow, self.begins = shadow, shadow.begins(positions)
+        self._shadow, self.begins = shadow, [shadow.layout.offsets[position] for position in positions]
         self.targets: Sequence[Tensor] = ()
         self.places: Sequence[Tensor] = ()
         self._distant: list[Tensor] = []

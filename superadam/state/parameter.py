@@ -42,16 +42,6 @@ ARRAYS = (*TENSORS, *SECONDS.values())
 """Attributes of a `ParameterState` that hold memory on which kernels work; they have the same names there."""
 
 
-class Shown:
-    """The stand-in for arrays of a state, if there is one: a write to it is a write to the state."""
-
-    tensor: Tensor | None = None  # not a weak reference, with which torch.utils.swap_tensors refuses it
-
-    def is_by(self, value: object) -> bool:
-        """Whether this is the tensor."""
-        return value is not None and self.tensor is value
-
-
 class Phase(enum.Enum):
     """Where the transaction of a piece stands."""
 
@@ -128,15 +118,12 @@ class Pending:
         source = self.source
         return source if isinstance(source, Tensor) else source.tensors[self.position]
 
-    def expect(self, step: int, unscaling: float, prediction: Prediction | None) -> None:
-        """Let speculation be for a step, and for the predicted factor, or else that of the last step's unscaling."""
-        self.step, taken = step, self.taken()
+    def expect(self, step: int, unscaling: float, prediction: Prediction) -> None:
+        """Let speculation be for a step and the predicted factor, which may be that of the last step's unscaling."""
+        self.step, self.interval, taken = step, prediction.interval, self.taken()
         dtype = self.gradient.dtype if taken is None or taken.is_unrounded else taken.dtype
-        self.scale = Scale.recorded(unscaling, dtype)
-        if prediction is not None:
-            if prediction.factor != unscaling:
-                self.scale = Scale(prediction.factor)
-            self.interval = prediction.interval
+        factor = prediction.factor
+        self.scale = Scale.recorded(factor, dtype) if factor == unscaling else Scale(factor)
 
     def can_be_patched(self, scale: Scale) -> bool:
         """Whether new values of the listed elements alone make the speculated value that of another factor."""
@@ -267,7 +254,7 @@ class ParameterState(Piece):
         storage, format: how it is stored.
         first_threshold: of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
-        shown: by key, the stand-in for one of `TENSORS` in `optimizer.state`.
+        shown: by key, the stand-ins for its `TENSORS` in `optimizer.state`: a write to one is a write to the state.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam, or the first arrays of encoded ones.
@@ -302,7 +289,7 @@ class ParameterState(Piece):
             self.encodings |= {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ}
         if self.storage.master is Master.PLANES:
             self.encodings |= {"master": compact.MASTERS[local.dtype]}
-        self.shown = {key: Shown() for key in TENSORS}
+        self.shown: dict[str, Tensor] = {}  # not weak references, with which torch.utils.swap_tensors refuses them
         self.master: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
@@ -396,8 +383,11 @@ class ParameterState(Piece):
         """Write what is encoded into a tensor in the layout of the state."""
         compact.decode(self.encodings[key], flat(getattr(self, key)), getattr(self, SECONDS[key]), flat(values))
 
-    def encode(self, key: str, values: Tensor) -> bool:
-        """Store values, to nearest, in what is encoded; return whether a bit changed."""
+    def store(self, key: str, values: Tensor) -> bool:
+        """Store a copy of values in the dtype and layout of the state, to nearest; return whether a bit changed."""
+        if key not in self.encodings:
+            self.put({key: self.host_copy(values, self.dtype_of(key))})
+            return True
         values = flat(values.detach() if self.has_layout(values) else self.host_copy(values, values.dtype))
         first: Tensor | None = getattr(self, key)
         arrays = self.zeros(key) if first is None else {name: getattr(self, name) for name in (key, SECONDS[key])}
@@ -406,13 +396,6 @@ class ParameterState(Piece):
             self.put(arrays)
         return is_changed or first is None
 
-    def store(self, key: str, values: Tensor) -> bool:
-        """Store a copy of values in the dtype and layout of the state, to nearest; return whether a bit changed."""
-        if key in self.encodings:
-            return self.encode(key, values)
-        self.put({key: self.host_copy(values, self.dtype_of(key))})
-        return True
-
     @torch.no_grad()
     def adopt(self, key: str, values: Tensor) -> bool:
         """Store those elements that differ from the state's, as rounded to the dtype of `values`; return if any do.
@@ -420,7 +403,7 @@ class ParameterState(Piece):
         So what has fewer bits than the state, and was not written to, changes nothing.
         """
         if values.dtype == self.dtype_of(key) and key in self.encodings:
-            return self.encode(key, values)
+            return self.store(key, values)
         stored = self.values_of(key)
         assert stored is not None
         given = values.detach().cpu().resolve_neg()
@@ -430,7 +413,7 @@ class ParameterState(Piece):
         with torch_private.inference_mode(stored.is_inference()):  # where alone such a tensor can be written
             stored[where] = given[where].to(stored.dtype)
             if key in self.encodings:
-                self.encode(key, stored)
+                self.store(key, stored)
         return True
 
     def show(self, key: str, shown: Tensor) -> None:
@@ -445,7 +428,7 @@ class ParameterState(Piece):
         first, second = arrays
         if self.encodings.get(key) is not encoding or (first.shape, first.stride()) != (self.shape, self.strides):
             return False
-        self.shown[key] = Shown()
+        self.shown.pop(key, None)
         self.put({key: first, SECONDS[key]: second})
         return True
 
@@ -455,7 +438,7 @@ class ParameterState(Piece):
 
     def forget(self, key: str) -> None:
         """Have none of one of its `TENSORS`; what stood for it does so no longer."""
-        self.shown[key] = Shown()
+        self.shown.pop(key, None)
         self.put(dict.fromkeys((key, SECONDS[key]) if key in SECONDS else (key,)))
 
     def check_gradient(self, gradient: Tensor) -> None:

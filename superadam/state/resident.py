@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,10 @@ class ResidentStates:
     def holds(self, piece: Piece) -> bool:
         """Return whether a piece's state is newer on the device than on the host."""
         return piece in self._held
+
+    def arrays_of(self, piece: Piece) -> Mapping[str, Tensor] | None:
+        """Return the arrays of a state that is here, by name, flat, to be read on the current stream."""
+        return self._held.get(piece)
 
     def step(
         self,
@@ -79,10 +83,6 @@ class ResidentStates:
             raise
         for parameter, values in delivered:
             parameter.copy_(values)
-
-    def array_of(self, piece: Piece, name: str) -> Tensor | None:
-        """Return an array of the state on the device, flat, to be read on the current stream; None if it has none."""
-        return self._held[piece].get(name)
 
     def bring_home(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Copy the state of these pieces to the host and free its memory here; return those whose state was here."""

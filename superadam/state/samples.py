@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import native
+from superadam.kernels.memory import has_memory
 from superadam.state import compact
-from superadam.state.parameter import Piece, differing, flat
+from superadam.state.parameter import Piece, differing, flat, pieces_of
 from superadam.state.table import ParameterTable, Rows
 
 FULL_STEPS = 100
@@ -68,13 +69,15 @@ class Samples:
         found: list[int] = table.differing(rows, everything=everything).tolist()
         if found:
             found = [row for row in found if table.is_home(table.states[row])]
-        staged = table.rows_in_pieces(rows[table.is_staged[rows]])
+        staged = rows[table.is_staged[rows]]
+        if table.is_cut:
+            staged = table.rows_of(pieces_of([table.states[row] for row in staged]))
         if len(staged):
             table.new_values.follow()
             if not everything and len(staged) > STAGED_ROWS:
                 begin = STAGED_ROWS * int(table.steps[table.owners[staged]].max()) % len(staged)
                 staged = np.roll(staged, -begin)[:STAGED_ROWS]
-            pieces = [table.pieces[row] for row in staged[table.fingerprints.had_memory(table.owners[staged])].tolist()]
+            pieces = [piece for row in staged.tolist() if has_memory((piece := table.pieces[row]).state.local)]
             found += dict.fromkeys(self._written(pieces) if everything else self._sampled(pieces))
         if everything:
             for row in set(rows.tolist()).difference(found):

@@ -73,6 +73,7 @@ class ParameterTable:
         is_cut: whether any of them is cut.
         pieces, owners: of each row, the piece, and the row of its parameter.
         steps: accepted steps of each parameter.
+        resident: where state is newer than here; None without a device that makes steps.
         is_staged: whether kernels on the CPU can neither read nor write the row's elements of the parameter.
         is_published: whether the optimizer's `state`, as users see it, holds what the parameter's row holds.
         plain_layouts: of a gradient that kernels read where it lies, and whose dtype is the parameter's.
@@ -98,7 +99,7 @@ class ParameterTable:
         self.is_published = np.ones(len(self.states), bool)
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.new_values = new_values
-        self._resident = resident
+        self.resident = resident
         is_plain = [not (s.is_staged or s.is_distributed) and s.local.is_contiguous() for s in self.states]
         self.plain_layouts = np.where(is_plain, self.fingerprints.layouts, 0)
         self._first_chunks = np.cumsum([0, *(native.chunk_count(state.shape.numel()) for state in self.states)])
@@ -222,10 +223,6 @@ class ParameterTable:
             return self.all_rows
         return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))
 
-    def rows_in_pieces(self, rows: Rows) -> Rows:
-        """Return the rows of the pieces of these parameters."""
-        return self.rows_of(pieces_of([self.states[row] for row in rows])) if self.is_cut else rows
-
     def written(self) -> list[ParameterState]:
         """Return the states of parameters to which others may have written."""
         moved = self.fingerprints.look()
@@ -245,7 +242,7 @@ class ParameterTable:
 
         With `addresses` they lie as `plain_layouts` says; others are looked at one by one.
         """
-        if self._resident is not None:
+        if self.resident is not None:
             self.bring_home(self.pieces[row] for row in rows)
         chosen = self._bytes[: len(rows)].copy() if rows is self.all_rows else self._bytes[rows]
         segments = chosen.view(native.SEGMENT)
@@ -258,23 +255,22 @@ class ParameterTable:
 
     def is_home(self, state: ParameterState) -> bool:
         """Whether a state is newest in its tensors on the host."""
-        return self._resident is None or not any(map(self._resident.holds, state.pieces))
+        return self.resident is None or not any(map(self.resident.holds, state.pieces))
 
     def bring_home(self, pieces: Iterable[Piece] | None = None) -> None:
         """Bring the state of these pieces, by default all, to the host; return when it is there."""
-        if self._resident is not None:
-            for piece in self._resident.bring_home(pieces_of(self.states) if pieces is None else pieces):
+        if self.resident is not None:
+            for piece in self.resident.bring_home(pieces_of(self.states) if pieces is None else pieces):
                 self.remember_master(piece.state)
 
     def newest_master(self, piece: Piece) -> tuple[Tensor, ...]:
         """Return the arrays of the newest master, on the host or flat on the device; none of its own master."""
         names = ("master", SECONDS["master"]) if "master" in piece.state.encodings else ("master",)
-        if self._resident is not None and self._resident.holds(piece):
-            arrays = [self._resident.array_of(piece, name) for name in names]
-        else:
-            tensors = [getattr(piece.state, name) for name in names]
-            arrays = [None if tensor is None else piece.elements_of(tensor) for tensor in tensors]
-        return tuple(array for array in arrays if array is not None)
+        distant = None if self.resident is None else self.resident.arrays_of(piece)
+        if distant is not None:
+            return tuple(distant[name] for name in names)
+        tensors = [getattr(piece.state, name) for name in names]
+        return tuple(piece.elements_of(tensor) for tensor in tensors if tensor is not None)
 
     def remember_master(self, state: ParameterState) -> None:
         """Take a working copy for its rounded master, until the master is written to."""
@@ -419,18 +415,6 @@ class ParameterTable:
                 self.new_values.publish(slots)
 
         return run
-
-    def step_resident(
-        self,
-        pieces: Sequence[Piece],
-        gradients: Sequence[Tensor],
-        coefficients: CoefficientTable,
-        indices: Sequence[int],
-    ) -> None:
-        """Make one step on the device, to which state that is still on the host moves."""
-        assert self._resident is not None
-        self._resident.step(pieces, gradients, indices, coefficients.sets)
-        self.new_values.mark_published()
 
     def prepared_count(self, rows: Rows) -> Callable[[], None]:
         """Return what counts a step of parameters once they have their new values; it needs no memory of its own."""

@@ -96,11 +96,6 @@ class Transaction:
         """Return the pieces in this phase, in the order in which they entered it."""
         return list(self._members[phase])
 
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients wait for their verdict."""
-        return bool(self._members[Phase.SPECULATED])
-
     def _move(self, piece: Piece, phase: Phase, pending: Pending | None) -> None:
         del self._members[piece.phase][piece]
         self._members[phase][piece] = None
@@ -148,7 +143,8 @@ class Transaction:
         with self._timed("speculate_seconds"):
             self._drop(pending)
             for piece, record in pending.items():
-                record.expect(int(self.table.steps[piece.state.row]) + 1, self.expected_scale, prediction)
+                step, unscaling = int(self.table.steps[piece.state.row]) + 1, self.expected_scale
+                record.expect(step, unscaling, prediction or Prediction(unscaling))
             try:
                 self._compute(pending, num_threads, norm)
             except BaseException:  # the next verdict is not over what was summed before
@@ -219,12 +215,6 @@ class Transaction:
                 self._move(piece, Phase.CLEAN, None)
                 is_last = not any(_is_speculated(other, record.taken) for other in piece.state.pieces)
                 self.statistics.dropped += record.slot is not None and is_last
-
-    def distrust(self, state: ParameterState) -> None:
-        """Make the verdict update a parameter in place, because what its speculation has read was changed."""
-        for piece in state.pieces:
-            if piece.phase is Phase.SPECULATED:
-                _pending_of(piece).is_stale = True
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
@@ -452,7 +442,10 @@ class Transaction:
             pieces = [contribution.piece for contribution in resident]
             gradients = [contribution.gradient for contribution in resident]
             try:  # first: the device works while the host does
-                self.table.step_resident(pieces, gradients, *self._coefficients(resident))
+                coefficients, indices = self._coefficients(resident)
+                assert self.table.resident is not None
+                self.table.resident.step(pieces, gradients, indices, coefficients.sets)
+                self.table.new_values.mark_published()
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
@@ -554,7 +547,7 @@ class Transaction:
     def norm_so_far(self) -> float:
         """Return the norm of the gradients that wait for a verdict, as they arrived."""
         with self.lock:
-            return self.table.norm.total if self.is_open else 0.0
+            return self.table.norm.total if self._members[Phase.SPECULATED] else 0.0
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
@@ -607,7 +600,9 @@ class Transaction:
         self.table.bring_home(pieces_of(states))
         self.table.new_values.settle()
         for state in states:
-            self.distrust(state)
+            for piece in state.pieces:  # the verdict updates them in place: what speculation has read was changed
+                if piece.phase is Phase.SPECULATED:
+                    _pending_of(piece).is_stale = True
             self.table.adopt_outside_write(state)
 
     def _make_ready(self, states: Sequence[ParameterState], rows: Rows, runs: Runs) -> bool:

@@ -3,7 +3,6 @@
 import copy
 import io
 import itertools
-import logging
 import pickle
 import threading
 import time
@@ -286,13 +285,6 @@ def test_amsgrad_and_formats_of_a_group_are_refused(what: str, order: int) -> No
     with refused(optimizer, ValueError, sentence):
         attempt(optimizer)
     assert optimizer.param_groups[0]["amsgrad"] is False
-
-
-def test_tells_how_many_parameters_have_no_whole_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "superadam"):
-        trained(make())
-    (record,) = [one for one in caplog.records if "8 bits" in one.getMessage()]
-    assert "1 of 2 parameters, with 15 of 527 elements, have moments of bf16" in record.getMessage()
 
 
 def test_a_parameter_of_another_dtype_keeps_its_state() -> None:

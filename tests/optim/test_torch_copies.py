@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, make, through_disk, train_alike, trained
+from support.optimizers import EACH_DTYPE, make, through_disk, train_alike
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
 
@@ -105,15 +105,3 @@ def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> N
     deep = copy.deepcopy(optimizer)
     deep.max_grad_norm = 2.0
     assert optimizer.max_grad_norm == 0.5
-
-
-def test_setstate_of_an_older_pickle() -> None:
-    """It says nothing of formats, nor of how weights decay."""
-    optimizer = trained(make(torch.bfloat16), [1])
-    older_keys = ("defaults", "param_groups", "statistics", "_verdicts", "state")
-    values = {key: value for key, value in copy.deepcopy(optimizer).__getstate__().items() if key in older_keys}
-    del values["param_groups"][0]["decoupled_weight_decay"]
-    other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)
-    other.__setstate__(pickle.loads(pickle.dumps(values)))
-    assert (other.moments, other.master) == ("fp32", "fp32")
-    train_alike(optimizer, other, 2, speculative=False)
