@@ -203,10 +203,9 @@ class OffloadScheduler(GradientHolder):
                 raise
             _logger.debug("a bucket is left to step(): %s", error)
 
-    # ---- for the optimizer (binding.Binding) -------------------------------------------------------------------------
+    # ---- for the optimizer (binding.Overlap) -----------------------------------------------------------------
 
     def _follow(self, transaction: Transaction | None) -> None:
-        """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
         self._transaction = transaction
         if self._pipeline is not None:
             self._pipeline.transaction = transaction
@@ -218,7 +217,6 @@ class OffloadScheduler(GradientHolder):
             self._hooks.watch(transaction.table.parameters)
 
     def _catch_up(self) -> None:
-        """Return when everything that was taken is speculated on; raise what failed there."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from superadam.optim.entry import Lock
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, Storage, pieces_of
+from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable, Runs
 from superadam.step.gradients import hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepOutcome
@@ -78,6 +79,34 @@ def hyper_by_row(groups: Groups) -> list[Hyperparameters]:
     return hyper_of_each(runs_of(groups))
 
 
+class Overlap(Protocol):
+    """The scheduler that runs the optimizer during backward, as seen by the optimizer."""
+
+    @property
+    def _transfers(self) -> NewValues:
+        """Brings new values to parameters."""
+
+    @property
+    def _resident(self) -> ResidentStates | None:
+        """State that is not on the host."""
+
+    def _follow(self, transaction: Transaction | None) -> None:
+        """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
+
+    def _catch_up(self) -> None:
+        """Return when everything that was taken is speculated on; raise what failed there."""
+
+    def _conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
+        """Handle the outcome of a step, and what it did to gradients that were taken."""
+
+
+class GradientSource(Protocol):
+    """What brings gradients to the optimizer before they are rounded to the dtype of `.grad`."""
+
+    def check(self) -> None:
+        """Called before each verdict; raises what has failed since the last one."""
+
+
 def _lock_of_process() -> Lock:
     """Return what returns a reentrant lock of this process: another thread may have held its parent's at a fork."""
     locks: dict[int, AbstractContextManager[object]] = {}
@@ -89,8 +118,8 @@ class Binding(GradientHolder):
 
     Attributes:
         published: the `state` dict.
-        overlap: the `OffloadScheduler`, if there is one.
-        source: the `ReducedGradients` that bring unrounded ones, if there are any.
+        overlap: the scheduler, if there is one.
+        source: of gradients that are not those in `.grad`, if there is one.
         is_flattened: whether the bound parameters are shards of FSDP1.
         ranks: that make each step together; None for this one alone.
         process_group: of those ranks, if a program has said which.
@@ -100,8 +129,8 @@ class Binding(GradientHolder):
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
         self._lock = _lock_of_process()
         self.published = PublishedState(entries, self._lock)
-        self.overlap: Any = None
-        self.source: Any = None
+        self.overlap: Overlap | None = None
+        self.source: GradientSource | None = None
         self.is_flattened = False
         self.ranks: Ranks | None = None
         self.process_group: dist.ProcessGroup | None = None
@@ -216,7 +245,7 @@ class Binding(GradientHolder):
             return self.published.entries
 
     @untracked
-    def attach(self, overlap: Any, groups: Groups) -> None:
+    def attach(self, overlap: Overlap, groups: Groups) -> None:
         """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
         with self.lock:
             if self.overlap is not None:

@@ -71,8 +71,8 @@ class NewValues:
     def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[dict[Piece, Slot]]:
         """Return host memory for the new values of one part after another; there is at least one.
 
-        All of it is allocated when this returns: two buffers in turn, or always the same one if nothing overlaps.
-        Publish each part before asking for the next.
+        All of it is allocated when this returns: two buffers in turn, or always the same one if memory is short or
+        nothing overlaps. Publish each part before asking for the next.
         """
         if self._staged is not None:
             self._staged.synchronize()
@@ -80,7 +80,11 @@ class NewValues:
         size = max(sum(map(_bytes_of, some)) for some in layouts)
         buffers = [self.device.host_empty(size, torch.uint8)]
         if len(parts) > 1 and self.device.has_link:
-            buffers.append(self.device.host_empty(size, torch.uint8))
+            try:
+                buffers.append(self.device.host_empty(size, torch.uint8))
+            except Exception as error:
+                if not is_short_of_memory(error):
+                    raise
         return self._slots_in_turn(layouts, buffers)
 
     def _slots_in_turn(self, layouts: Sequence[_Layouts], buffers: Sequence[Tensor]) -> Iterator[dict[Piece, Slot]]:
