@@ -365,7 +365,7 @@ WRITTEN: dict[str, Operation] = {
     "apply": lambda p, held: p.grad.apply_(lambda a: a + 1),
     "map": lambda p, held: p.grad.map_(p.detach(), lambda a, b: a + b),
     "mul complex": lambda p, held: p.grad.mul_(1j),
-    "mul with a graph": lambda p, held: p.grad.mul_(p.grad.norm().requires_grad_()),
+    "mul with a graph": lambda p, held: (p.grad.mul_(p.grad.norm().requires_grad_()), p.grad.detach_())[0],
     "mul another": lambda p, held: _by_another(p),
     "unscale by fp64": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
         [p.grad], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
