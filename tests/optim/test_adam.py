@@ -93,28 +93,6 @@ def test_question_about_other_gradients_leaves_open_speculation_alone() -> None:
     assert visible(optimizer) == visible(twin)
 
 
-# -- `.grad` decides ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("reads", [SpeculativeCPUAdam.commit, SpeculativeCPUAdam.state_dict], ids=["commit", "read"])
-def test_commit_leaves_the_norm_of_the_open_step_alone(dtype: torch.dtype, reads: Callable) -> None:
-    """What is committed is the gradient of the step before, of a parameter that takes no part in the open one."""
-    optimizer, twin = make(dtype, max_grad_norm=1e3), make(dtype, max_grad_norm=1e3)
-    for one in (optimizer, twin):
-        train(one, 0)
-        train(one, 1, 10.0, speculative=one is optimizer)
-        give_gradients(one, 2)
-        parameters_of(one)[0].grad = None
-    assert optimizer.statistics.accepted == 2
-    optimizer.speculate()
-    reads(optimizer)
-    for one in (optimizer, twin):
-        one.step()
-    assert optimizer.last_outcome == twin.last_outcome
-    assert visible(optimizer) == visible(twin)
-
-
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
