@@ -16,7 +16,7 @@ from support.optimizers import DTYPES, EACH_DTYPE
 from support.visible import bits
 from torch import Tensor, nn
 
-from superadam.handles.taken_gradient import Factor, FactorKind, TakenGradient, continue_version
+from superadam.handles.taken_gradient import Factor, FactorKind, TakenGradient
 
 MULTIPLY, DIVIDE, UNSCALE = FactorKind.MULTIPLY, FactorKind.DIVIDE, FactorKind.UNSCALE
 
@@ -338,15 +338,6 @@ def test_giving_back_makes_a_copy_with_factors_and_layout_and_tells_the_keeper(d
     assert same_bits(pending, gradient)
 
 
-def test_other_gradients_in_grad_are_left_alone() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    owner = Owner(parameter)
-    for other in (None, torch.ones(3)):
-        parameter.grad = other
-        TakenGradient(irregular(3), owner).give_back()
-        assert parameter.grad is other
-
-
 def test_owner_and_keeper_are_not_kept_alive() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     owner, keeper = Owner(parameter), NotingHolder()
@@ -360,17 +351,3 @@ def test_owner_and_keeper_are_not_kept_alive() -> None:
     assert taken.parameter is None
     assert taken.holder._nonfinite_of(taken) is None
     assert same_bits(taken.give_back(), irregular(3))
-
-
-def test_version_goes_on_from_the_predecessor() -> None:
-    first, second = torch.zeros(3), torch.zeros(3)
-    for _ in range(5):
-        first.add_(1)
-    second.add_(1)
-    continue_version(second, first)
-    assert second._version == 5
-    continue_version(first, torch.zeros(3))
-    assert first._version == 5
-    with pytest.raises(RuntimeError):
-        continue_version(first, torch.inference_mode()(torch.zeros)(3))
-    assert first._version == 5

@@ -217,20 +217,15 @@ def test_a_list_that_cannot_be_filled_is_refused(name, value, flags, message):
     assert listing.segment.arrays["out"].is_unchanged()
 
 
-def test_places_without_an_index_are_refused():
+@pytest.mark.parametrize("name", ["places", "target"])
+def test_places_and_targets_without_an_index_are_refused(name):
     job = Job(Pass.SPECULATE, [make_segment(1, 8, Dtype.FLOAT32, Dtype.BFLOAT16)], [training_case(1).k])
     table = job.table()
-    table["places"] = job.segments[0].arrays["out"].address
+    table[name] = job.segments[0].arrays["out"].address
     with pytest.raises(ValueError, match="lacks an array"):
         native.run(Pass.SPECULATE, table, coefficient_table(job.sets))
-
-
-def test_a_target_without_an_index_is_refused():
-    job = Job(Pass.SPECULATE, [make_segment(1, 8, Dtype.FLOAT32, Dtype.BFLOAT16)], [training_case(1).k])
-    table = job.table()
-    table["target"] = job.segments[0].arrays["out"].address
-    with pytest.raises(ValueError, match="lacks an array"):
-        native.run(Pass.SPECULATE, table, coefficient_table(job.sets))
+    if name == "places":
+        return
     table["index"], table["out_dtype"] = table["target"], Dtype.FLOAT32
     with pytest.raises(ValueError, match="dtypes"):
         native.run(Pass.SPECULATE, table, coefficient_table(job.sets))

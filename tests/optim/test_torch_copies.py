@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, make, through_disk, train_alike
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
+from support.visible import bits, parameter, parameters_of, train, visible
 from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
@@ -63,30 +63,6 @@ def test_deepcopy_of_model_and_optimizer_together() -> None:
     assert all(p is q for p, q in zip(other_model.parameters(), parameters_of(other), strict=True))
     train_alike(optimizer, other, 2, speculative=False)
     assert bits(other_model.weight) == bits(model.weight)
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_copies_while_speculation_is_open(dtype: torch.dtype, how: str, steps_before: int) -> None:
-    """A copy is made of the last accepted step, as of torch's optimizers; nothing is dropped for it."""
-    optimizer, twin = make(dtype=dtype), make(dtype=dtype)
-    for one in (optimizer, twin):
-        for seed in range(steps_before):
-            train(one, seed)
-    speculate(optimizer, 5)
-    give_gradients(twin, 5)
-    other, plain = COPIES[how](optimizer), COPIES[how](twin)
-    assert all(are_taken(optimizer))
-    assert not any(are_taken(other))
-    assert visible(other) == visible(plain)
-    train(other, 6, speculative=True)
-    train(plain, 6)
-    assert visible(other) == visible(plain)
-    optimizer.resolve()
-    twin.step()
-    assert visible(optimizer) == visible(twin)
-    assert optimizer.statistics.dropped == 0
 
 
 def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> None:

@@ -60,7 +60,8 @@ def _advance(scheduler: Any) -> None:
 @pytest.mark.parametrize("speculative", [False, True])
 def test_schedulers(name: str, is_tensor: bool, speculative: bool) -> None:
     """Learning rates and betas are those that torch's AdamW gets, and the steps are made with them."""
-    optimizer, reference, twin = make(lr=_lr(is_tensor)), make(cls=torch.optim.AdamW, lr=_lr(is_tensor)), make()
+    optimizer, twin = make(torch.bfloat16, lr=_lr(is_tensor)), make(torch.bfloat16)
+    reference = make(cls=torch.optim.AdamW, lr=_lr(is_tensor))
     schedulers = [SCHEDULERS[name](one) for one in (optimizer, reference)]
     rates = set()
     for seed in range(5):

@@ -124,17 +124,6 @@ def test_another_storage_is_always_noticed(change: Callable[[nn.Linear], None]) 
         assert fingerprints.are_hinted([1]) == [False]
 
 
-def test_the_address_of_a_storage_that_is_gone_is_not_taken_for_it() -> None:
-    parameter = nn.Parameter(torch.zeros(8))
-    fingerprints = Fingerprints([parameter])
-    for _ in range(REPETITIONS):
-        parameter.data = torch.empty(0)  # frees storage and memory
-        for _ in range(3):
-            parameter.data = torch.zeros(8)
-            assert fingerprints.are_hinted([0]) == [True]
-        fingerprints.remember(0)
-
-
 @pytest.mark.parametrize("is_noted_anew", [False, True])
 def test_no_new_storage_has_the_address_of_one_that_was_noted(is_noted_anew: bool) -> None:
     """Allocators hand out what was freed last, so that one of the next hundred would have it."""

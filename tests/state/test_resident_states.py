@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
-from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
 from superadam.state.resident import ResidentStates
 from superadam.state.table import CoefficientTable
@@ -217,18 +216,6 @@ def test_any_steps_and_journeys_give_the_bits_of_the_oracle(kinds, story, seed):
     assert not house.on_device
 
 
-def test_every_dtype_and_layout(device: Device) -> None:
-    """With amsgrad switched on and off: the largest second moment joins the others later, and stays with them."""
-    house = Household(tensors(), device)
-    some = [0, 4, 5, 11]
-    for rows, amsgrad in ((None, False), (some, True), (None, False), (None, True), (some, True), (None, False)):
-        house.step(rows, replace(USUAL, amsgrad=amsgrad))
-        house.check_parameters()
-    house.resident.bring_home(house.states)
-    house.check_home()
-    assert all(state.max_exp_avg_sq is not None for state in house.states)
-
-
 def test_tensors_on_the_host_stay_the_same_and_are_not_written_before_state_comes_home(device: Device) -> None:
     """Others hold them, and kernels have their addresses. Versions are the table's, which bumps them once."""
     house = Household(tensors(), device)
@@ -291,23 +278,6 @@ def test_parameters_whose_data_was_replaced(device: Device) -> None:
     house.check_home()
 
 
-# ---- nothing stays behind --------------------------------------------------------------------------------------------
-
-
-def test_memory_is_given_back(device: Device) -> None:
-    house = Household(tensors(), device)
-    for _ in range(3):
-        for _ in range(2):
-            house.step(hyper=replace(USUAL, amsgrad=True))
-            assert len(house.on_device) == 4 * len(house.states)
-        house.resident.bring_home(house.states[:3])
-        assert len(house.on_device) == 4 * (len(house.states) - 3)
-        house.resident.bring_home(house.states)
-        assert not house.on_device
-    if isinstance(device, SimulatedDevice):
-        assert not device.has_memory_in_use
-
-
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -344,27 +314,6 @@ def test_step_that_fails_changes_nothing(device: Device, fails: str, begins: str
     else:
         house.resident.step(states, gradients, indices, sets)
     house.expect(range(len(house.states)), gradients, later)
-    house.resident.bring_home(house.states)
-    house.check_home()
-
-
-def test_state_made_for_a_step_that_fails_can_be_made_anew(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = Household([torch.randn(5)], device)
-    states, gradients, indices, sets = house.job([0], USUAL)
-
-    def failing(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        raise PlantedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "update", failing)
-        with pytest.raises(PlantedError):
-            house.resident.step(states, gradients, indices, sets)
-    states[0].master = states[0].exp_avg = states[0].exp_avg_sq = None
-    house.resident.bring_home(house.states)
-    with torch.no_grad():
-        states[0].parameter.fill_(2.0)
-    house.reference = Synchronous([states[0].parameter])
-    house.step()
     house.resident.bring_home(house.states)
     house.check_home()
 

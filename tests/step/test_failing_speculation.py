@@ -134,23 +134,3 @@ def test_state_that_was_created_in_part_serves_the_next_step(failing: int, monke
     for one in (ours, plain):
         one.step()
     assert state_bits(ours, without=["max_exp_avg_sq"]) == state_bits(plain)
-
-
-def fails(*arguments: object) -> Tensor:
-    raise MemoryError("planted")
-
-
-def test_gradients_whose_speculation_failed_count_in_no_later_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are dropped: one of them was summed before memory for new values of the other ran out."""
-    without_state, other = (parameter(64, dtype=torch.bfloat16) for _ in range(2))
-    optimizer = SpeculativeCPUAdam([without_state, other], lr=0.1, max_grad_norm=1.0)
-    other.grad = torch.full_like(other, 0.01)
-    optimizer.step()
-    without_state.grad, other.grad = torch.full_like(other, 100.0), torch.full_like(other, 0.01)
-    with monkeypatch.context() as patch:
-        patch.setattr(PlainDevice, "host_empty", fails)
-        with pytest.raises(MemoryError, match="planted"):
-            optimizer.speculate()
-    without_state.grad = None
-    optimizer.step()
-    assert optimizer.last_outcome.grad_norm == pytest.approx(0.08, rel=0.01)

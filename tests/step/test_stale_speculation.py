@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from support.optimizers import trained
 from support.visible import give_gradients, parameter, parameters_of, train, visible
@@ -10,34 +9,6 @@ from support.visible import give_gradients, parameter, parameters_of, train, vis
 from superadam import SpeculativeCPUAdam
 from superadam.handles.gradient_handle import taken_of
 from superadam.state.parameter import Phase
-
-
-@pytest.mark.parametrize("how", ["in place", "in place, without a version", "replaced"])
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "step"])
-def test_a_write_to_state_after_speculation_counts(key: str, how: str) -> None:
-    shown = []
-    for is_speculative in (False, True):
-        optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)], amsgrad=True)
-        train(optimizer, 1)
-        entry = optimizer.state[parameters_of(optimizer)[0]]
-        if how == "in place, without a version":
-            with torch.inference_mode():
-                entry[key] = entry[key].clone()
-            train(optimizer, 2)
-        del entry  # of what is held nothing is speculated on
-        give_gradients(optimizer, 3, speculative=is_speculative)
-        entry = optimizer.state[parameters_of(optimizer)[0]]
-        if how == "replaced":
-            entry[key] = entry[key] * 2
-        else:
-            with torch.inference_mode():
-                entry[key].mul_(2)
-        optimizer.step()
-        shown.append(visible(optimizer))
-        assert optimizer.statistics.accepted == 0
-        assert optimizer.statistics.respeculated == is_speculative
-        del entry
-    assert shown[0] == shown[1]
 
 
 def accepted_twins() -> tuple[SpeculativeCPUAdam, SpeculativeCPUAdam]:
