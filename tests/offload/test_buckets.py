@@ -1,7 +1,10 @@
 """What the model calls, and what comes of it: each gradient is reported once, and goes into a bucket."""
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from superadam import OffloadScheduler
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.offload.buckets import Bucket, Bucketer
-from superadam.offload.hooks import Hooks
+from superadam.offload.hooks import GradientReady, Hooks
 from superadam.state.parameter import ParameterState
 
 
@@ -172,6 +175,15 @@ def test_parameters_that_are_no_leaves_are_waited_for() -> None:
     recorder, hooks = followed(nn.Module(), [product])
     hooks.look_for_unfrozen()
     product.sum().backward()
+    assert not recorder.ready
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_copies_report_to_nobody(how: Any) -> None:
+    recorder = Recorder()
+    inert = how(how(GradientReady(recorder._gradient_ready)))
+    assert type(inert) is GradientReady
+    inert(nn.Parameter(torch.ones(2)))
     assert not recorder.ready
 
 

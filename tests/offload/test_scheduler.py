@@ -305,6 +305,16 @@ def test_closed_and_made_again(anywhere: Device) -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+def test_no_thread_is_left_after_close() -> None:
+    model = mlp()
+    before = set(threading.enumerate())
+    with OffloadScheduler(adam(model), model, num_threads=1) as scheduler:
+        (worker,) = set(threading.enumerate()) - before
+        assert worker.name == "superadam-worker"
+        train(model, scheduler.optimizer, range(2))
+    assert not worker.is_alive()
+
+
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(torch.bfloat16)
     optimizer = adam(model, max_grad_norm=math.inf)
