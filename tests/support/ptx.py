@@ -4,7 +4,7 @@
     launch(kernel, range(3), threads=256, shared=4096, arguments=[...], memory=Memory([(address, bytes), ...]))
 
 A register is an array with an entry for each thread, of unsigned integers (predicates: of bools). What is not in
-`OPERATIONS` raises. Every operation rounds once: numpy's do, and fma is the C library's. A NaN that arithmetic makes is
+`OPERATIONS` raises. Every operation rounds once: numpy's do, and fma is the oracle's. A NaN that arithmetic makes is
 the one that NVIDIA's GPUs make, not the CPU's.
 
 What a debugger would find is found on the way: accesses outside of what `Memory` was given, or not aligned; shared
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from support.formula import fma
 
 Array = npt.NDArray[Any]
 
@@ -240,18 +242,6 @@ def rounded(value: Array, name: str) -> Array:
     return np.where(np.isnan(value), bits.dtype.type(CANONICAL_NAN[name]), bits)
 
 
-_libm = ctypes.CDLL("libm.so.6")
-_fma = {}
-for _name, _type, _function in (("f32", ctypes.c_float, _libm.fmaf), ("f64", ctypes.c_double, _libm.fma)):
-    _function.argtypes, _function.restype = [_type] * 3, _type
-    _fma[_name] = np.frompyfunc(_function, 3, 1)
-
-
-def fma(a: Array, b: Array, c: Array, name: str) -> Array:
-    """Return a * b + c, rounded once: the C library's."""
-    return np.asarray(_fma[name](a, b, c)).astype(dtype_of(name))
-
-
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 Operation = Callable[..., Any]
@@ -270,14 +260,6 @@ def operation(pattern: str) -> Callable[[Operation], Operation]:
 INTEGER = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
 BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 REAL = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
-COMPARE = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
 
 
 def unsigned(value: Array) -> Array:
@@ -369,13 +351,13 @@ def _(a: Array) -> Array:
 
 @operation(r"setp\.(eq|ne|lt|le|gt|ge)\.([busf](?:16|32|64))")
 def _(name: str, kind: str, a: Array, b: Array) -> Array:
-    return COMPARE[name](typed(a, kind), typed(b, kind))
+    return getattr(operator, name)(typed(a, kind), typed(b, kind))
 
 
 @operation(r"setp\.(equ|neu|ltu|leu|gtu|geu)\.(f(?:16|32|64))")
 def _(name: str, kind: str, a: Array, b: Array) -> Array:
     a, b = typed(a, kind), typed(b, kind)
-    return COMPARE[name[:2]](a, b) | np.isnan(a) | np.isnan(b)
+    return getattr(operator, name[:2])(a, b) | np.isnan(a) | np.isnan(b)
 
 
 @operation(r"setp\.(nan|num)\.(f(?:16|32|64))")
@@ -423,7 +405,7 @@ def _(kind: str, a: Array) -> Array:
 
 @operation(r"fma\.rn\.(f32|f64)")
 def _(kind: str, a: Array, b: Array, c: Array) -> Array:
-    return rounded(fma(typed(a, kind), typed(b, kind), typed(c, kind), kind), kind)
+    return rounded(fma(typed(a, kind), typed(b, kind), typed(c, kind)), kind)
 
 
 @operation(r"(add|sub|mul|fma)\.rn\.f32x2")
