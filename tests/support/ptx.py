@@ -4,7 +4,7 @@
     launch(kernel, range(3), threads=256, shared=4096, arguments=[...], memory=Memory([(address, bytes), ...]))
 
 A register is an array with an entry for each thread, of unsigned integers (predicates: of bools). What is not in
-`OPERATIONS` raises. Every operation rounds once: numpy's do, and fma is the oracle's. A NaN that arithmetic makes is
+`OPERATIONS` raises. Every operation rounds once: numpy's do, and fma is the C library's. A NaN that arithmetic makes is
 the one that NVIDIA's GPUs make, not the CPU's.
 
 What a debugger would find is found on the way: accesses outside of what `Memory` was given, or not aligned; shared
@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from support.formula import fma
 
 Array = npt.NDArray[Any]
 
@@ -242,6 +241,18 @@ def rounded(value: Array, name: str) -> Array:
     return np.where(np.isnan(value), bits.dtype.type(CANONICAL_NAN[name]), bits)
 
 
+_libm = ctypes.CDLL("libm.so.6")
+_fma = {}
+for _name, _type, _function in (("f32", ctypes.c_float, _libm.fmaf), ("f64", ctypes.c_double, _libm.fma)):
+    _function.argtypes, _function.restype = [_type] * 3, _type
+    _fma[_name] = np.frompyfunc(_function, 3, 1)
+
+
+def fma(a: Array, b: Array, c: Array, name: str) -> Array:
+    """Return a * b + c, rounded once: the C library's."""
+    return np.asarray(_fma[name](a, b, c)).astype(dtype_of(name))
+
+
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 Operation = Callable[..., Any]
@@ -405,7 +416,7 @@ def _(kind: str, a: Array) -> Array:
 
 @operation(r"fma\.rn\.(f32|f64)")
 def _(kind: str, a: Array, b: Array, c: Array) -> Array:
-    return rounded(fma(typed(a, kind), typed(b, kind), typed(c, kind)), kind)
+    return rounded(fma(typed(a, kind), typed(b, kind), typed(c, kind), kind), kind)
 
 
 @operation(r"(add|sub|mul|fma)\.rn\.f32x2")
