@@ -485,6 +485,20 @@ def one_element_written(model: Any, optimizer: Any, step: int, run: Run) -> None
         model.first.bias[:] = -model.first.bias
 
 
+@between(torch=False, steps=5)
+def one_element_written_in_a_step_that_comes_to_nothing(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    with torch.no_grad():
+        model.blocks[0].weight[1, step] = 7.0
+    match step:
+        case 1:
+            optimizer.zero_grad()
+        case 2:
+            optimizer.rollback()
+            optimizer.zero_grad()
+        case 3:
+            model.first.weight.grad[0, 0] = math.inf
+
+
 @between()
 def weights_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
     match step:
