@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,45 +91,39 @@ def tell(name: str, story: Story, **options: Any) -> None:
 
 
 def micro_batches(
+    model: Any,
+    optimizer: SpeculativeCPUAdam,
+    scheduler: OffloadScheduler | None,
     *,
     between: Story = lambda *_: None,
     before_step: Story = lambda *_: None,
     dtype: torch.dtype | None = torch.float32,
-    last: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> Story:
-    """Return steps of three micro-batches, of which the last one goes through `last(model)` only."""
-
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
-        seen = []
-        for number in range(3):
-            optimizer.zero_grad()
-            for micro in range(2):
-                with announced(scheduler, dtype):
-                    loss_of(model, 10 * number + micro).backward()
-                between(model, optimizer, scheduler)
-            loss_of(last(model), 10 * number + 2).backward()
-            seen.append(before_step(model, optimizer, scheduler))
-            optimizer.step()
-            seen.append(optimizer.last_outcome.kind.value)
-        return seen
-
-    return story
+    last: slice = slice(None),
+) -> list[Any]:
+    """Make steps of three micro-batches, of which the last one goes through the layers `last` only."""
+    seen = []
+    for number in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            with announced(scheduler, dtype):
+                loss_of(model, 10 * number + micro).backward()
+            between(model, optimizer, scheduler)
+        loss_of(model[last], 10 * number + 2).backward()
+        seen.append(before_step(model, optimizer, scheduler))
+        optimizer.step()
+        seen.append(optimizer.last_outcome.kind.value)
+    return seen
 
 
-tell("no gradient but in the first layer at last", micro_batches(last=lambda model: model[:2]))
-tell("fp64", micro_batches(), make=lambda: mlp(torch.float64))
+tell("no gradient but in the first layer at last", partial(micro_batches, last=slice(2)))
+tell("fp64", micro_batches, make=lambda: mlp(torch.float64))
 for _foreach, _dtype in ((None, torch.float32), (False, torch.float32), (False, None)):
-    tell(
-        f"torch's clipping, {_foreach}, {_dtype}",
-        micro_batches(
-            before_step=lambda model, optimizer, scheduler, foreach=_foreach: torch.nn.utils.clip_grad_norm_(
-                model.parameters(), 2.0, foreach=foreach
-            ),
-            last=lambda model: model[2:],
-            dtype=_dtype,
-        ),
-        max_grad_norm=math.inf,
-    )
+
+    def _clipped(model, optimizer, scheduler, foreach=_foreach):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0, foreach=foreach)
+
+    _story = partial(micro_batches, before_step=_clipped, last=slice(2, None), dtype=_dtype)
+    tell(f"torch's clipping, {_foreach}, {_dtype}", _story, max_grad_norm=math.inf)
 
 
 def spoiled(model, optimizer, scheduler):
@@ -167,71 +162,56 @@ def added_after_the_sum_was_sent(model, optimizer, scheduler):
         optimizer.step()
 
 
-def failing(which: str) -> Story:
+def fail(model: nn.Module) -> None:
+    x = RaiseInBackward.apply(model[:2](batch(9)), PlantedError("planted"))
+    (30 * (model[2:](x) - 1) ** 2).mean().backward()
+
+
+def failing(model, optimizer, scheduler, *, which):
     """A micro-batch fails when the layers from 2 on have their gradients, which stay until `zero_grad()`."""
-
-    def fail(model: nn.Module) -> None:
-        x = RaiseInBackward.apply(model[:2](batch(9)), PlantedError("planted"))
-        (30 * (model[2:](x) - 1) ** 2).mean().backward()
-
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(2))
-        for seed in range(3, 7):
-            if which == "last":
-                with announced(scheduler):
-                    loss_of(model, seed).backward()
-            with pytest.raises(PlantedError), announced(scheduler) if which == "first" else nullcontext():
-                fail(model)
-            if seed % 2:
-                optimizer.zero_grad()
-            loss_of(model, seed + 10).backward()
-            optimizer.step()
+    train(model, optimizer, range(2))
+    for seed in range(3, 7):
+        if which == "last":
+            with announced(scheduler):
+                loss_of(model, seed).backward()
+        with pytest.raises(PlantedError), announced(scheduler) if which == "first" else nullcontext():
+            fail(model)
+        if seed % 2:
             optimizer.zero_grad()
-
-    return story
-
-
-for _which in ("first", "last"):
-    tell(f"{_which} micro-batch fails", failing(_which))
-
-
-def closed(dtype: torch.dtype | None) -> Story:
-    """Sums of a scheduler that is closed are in `.grad`."""
-
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(1))
-        with announced(scheduler, dtype):
-            loss_of(model, 7).backward()
-            loss_of(model, 8).backward()
-        if scheduler is not None:
-            scheduler.close()
-            assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
-            scheduler = eager(optimizer, model, device=ImmediateDevice())
-        loss_of(model, 9).backward()
+        loss_of(model, seed + 10).backward()
         optimizer.step()
         optimizer.zero_grad()
-        train(model, optimizer, range(1, 2))
-        if scheduler is not None:
-            scheduler.close()
-
-    return story
 
 
-def mixed(dtypes: list[torch.dtype | None]) -> Story:
+def closed(model, optimizer, scheduler, *, dtype):
+    """Sums of a scheduler that is closed are in `.grad`."""
+    train(model, optimizer, range(1))
+    with announced(scheduler, dtype):
+        loss_of(model, 7).backward()
+        loss_of(model, 8).backward()
+    if scheduler is not None:
+        scheduler.close()
+        assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+        scheduler = eager(optimizer, model, device=ImmediateDevice())
+    loss_of(model, 9).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(1, 2))
+    if scheduler is not None:
+        scheduler.close()
+
+
+def mixed(model, optimizer, scheduler, *, dtypes):
     """Sums in `.grad` and on the host flow together."""
-
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for number in range(4):
-            optimizer.zero_grad()
-            for micro, dtype in enumerate(dtypes):
-                with announced(scheduler, dtype):
-                    loss_of(model, 10 * number + micro).backward()
-            loss_of(model[2:], 10 * number + 3).backward()
-            norm = optimizer.clip_grad_norm_(3.0) if number % 2 else None
-            optimizer.step()
-            assert norm is None or float(norm) == optimizer.last_outcome.grad_norm
-
-    return story
+    for number in range(4):
+        optimizer.zero_grad()
+        for micro, dtype in enumerate(dtypes):
+            with announced(scheduler, dtype):
+                loss_of(model, 10 * number + micro).backward()
+        loss_of(model[2:], 10 * number + 3).backward()
+        norm = optimizer.clip_grad_norm_(3.0) if number % 2 else None
+        optimizer.step()
+        assert norm is None or float(norm) == optimizer.last_outcome.grad_norm
 
 
 def forgotten(model, optimizer, scheduler):
@@ -245,34 +225,32 @@ def forgotten(model, optimizer, scheduler):
             train(model, optimizer, range(seed, seed + 1))
 
 
-def scaled(*, unscales: bool) -> Story:
+def scaled(model, optimizer, scheduler, *, unscales):
     """A GradScaler over sums, in one step of which a loss overflows."""
-
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[float]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        scales = []
-        for seed in range(8):
-            optimizer.zero_grad()
-            with announced(scheduler):
-                scaler.scale(loss_of(model, seed) * (math.inf if seed in (2, 5) else 1.0)).backward()
-            if seed > 3:
-                scaler.scale(loss_of(model[2:], seed)).backward()
-            if unscales:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales
-
-    return story
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for seed in range(8):
+        optimizer.zero_grad()
+        with announced(scheduler):
+            scaler.scale(loss_of(model, seed) * (math.inf if seed in (2, 5) else 1.0)).backward()
+        if seed > 3:
+            scaler.scale(loss_of(model[2:], seed)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
 
 
+for _which in ("first", "last"):
+    tell(f"{_which} micro-batch fails", partial(failing, which=_which))
 for _dtype in (None, torch.float32):
-    tell(f"closed, {_dtype}", closed(_dtype))
-tell("in .grad, then on the host", mixed([None, torch.float32, torch.float32]))
-tell("on the host, then in .grad", mixed([torch.float32, None]))
+    tell(f"closed, {_dtype}", partial(closed, dtype=_dtype))
+tell("in .grad, then on the host", partial(mixed, dtypes=[None, torch.float32, torch.float32]))
+tell("on the host, then in .grad", partial(mixed, dtypes=[torch.float32, None]))
 for _unscales in (False, True):
-    tell(f"GradScaler, unscales {_unscales}", scaled(unscales=_unscales))
+    tell(f"GradScaler, unscales {_unscales}", partial(scaled, unscales=_unscales))
 
 
 def without_a_parameter(model, optimizer, scheduler):
@@ -371,7 +349,7 @@ def test_reading_gradients_does_not_change_training(reader: str, device: Device)
         def silent(*run: Any) -> None:
             look(*run)
 
-        both(micro_batches(**{moment: silent}, last=lambda model: model[2:]), {"device": device})
+        both(partial(micro_batches, **{moment: silent}, last=slice(2, None)), {"device": device})
 
 
 # ---- sums on the host ------------------------------------------------------------------------------------------------
@@ -444,5 +422,5 @@ def test_sums_that_cannot_be_sent_are_left_to_the_step(error, device, monkeypatc
         raise error
 
     monkeypatch.setattr(Transfers, "download", cannot)
-    scheduler = both(micro_batches(), {"device": device})
+    scheduler = both(micro_batches, {"device": device})
     assert scheduler.statistics.buckets == 0

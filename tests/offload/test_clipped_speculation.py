@@ -386,24 +386,6 @@ def test_a_buffer_of_more_places_than_patches_can_name_is_updated_again(monkeypa
     assert ours.optimizer.statistics.respeculated > 0
 
 
-@pytest.mark.parametrize("device", ["thread", "short of memory"])
-def test_training_with_norms_that_jump(device: str) -> None:
-    """Of which no prediction holds."""
-    seen = []
-    for training in (Training(RECIPES["always"], None), Training(RECIPES["always"], DEVICES[device](), bucket_numel=1)):
-        draws = random.Random(9)
-        for step in range(15):
-            norm = 4.0 * draws.choice([1.0, 1.0, 1.0, 1.3, 3.0])
-            training.optimizer.zero_grad()
-            training.model(step, norm).backward()
-            training.step()
-        seen.append(training.seen())
-        if training.scheduler is not None:
-            training.scheduler.close()
-            assert training.optimizer.statistics.respeculated > 0
-    assert seen[0] == seen[1]
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ memory that is not there.
 import contextlib
 import itertools
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -216,19 +215,6 @@ def test_a_state_dict_that_is_kept_is_live_as_a_whole(moments: str) -> None:
             assert {key: bits(value) for key, value in one[0].items()} == {k: bits(v) for k, v in now[0].items()}
             assert one[0]["step"] == step
     twins.scheduler.close()
-
-
-@pytest.mark.parametrize("how", ["state", "state dict", "pickled entry"])
-def test_writes_that_no_counter_tells_of_count_after_speculation(how: str, twins: Twins) -> None:
-    def write(optimizer: Any, parameter: Tensor) -> None:
-        if how == "pickled entry":
-            optimizer.state[parameter] = pickle.loads(pickle.dumps(optimizer.state[parameter]))
-        entry = optimizer.state_dict()["state"][0] if how == "state dict" else optimizer.state[parameter]
-        entry["exp_avg"].data.mul_(3)
-
-    twins.train(3, write)
-    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
-    assert twins.optimizers[0].statistics.respeculated == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.overlap import ThreadDevice, adam
+from support.overlap import ThreadDevice, adam, fail_at
 from support.visible import state_bits
 from torch import Tensor, nn
 
@@ -228,31 +228,18 @@ def test_gradients_in_another_order_of_memory_are_cut_in_the_parameters() -> Non
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-class Failing(SimulatedDevice):
-    """Fails once, at the call with this number of a method."""
-
-    def __init__(self, method: str, number: int) -> None:
-        super().__init__(number)
-        self.calls, original = 0, getattr(self, method)
-
-        def call(*arguments: Any) -> Any:
-            self.calls += 1
-            if self.calls == number:
-                raise torch.OutOfMemoryError("planted")
-            return original(*arguments)
-
-        setattr(self, method, call)
-
-
 WORKING = SimulatedDevice(0)
 
 
 @pytest.mark.parametrize("link", ["auto", torch.float16], ids=str)
 @pytest.mark.parametrize("method", ["pack", "host_empty"])
-def test_a_piece_without_memory_is_left_to_the_step(method: str, link: torch.dtype | str) -> None:
+def test_a_piece_without_memory_is_left_to_the_step(method, link, monkeypatch):
     """Also where gradients are rounded on their way: what does not travel is rounded alike."""
     options = {"dtype": torch.float32, "transfer_dtype": link, "limit": 60.0, "bucket_numel": CHUNK}
     theirs = expected(**options, device=WORKING)
     for number in range(14, 26) if DEEP else (14, 19, 25):  # in the second step
-        ours, _, _ = train(**options, device=Failing(method, number))
+        device = SimulatedDevice(number)
+        with monkeypatch.context() as patch:
+            fail_at(patch, device, method, number, torch.OutOfMemoryError("planted"))
+            ours, _, _ = train(**options, device=device)
         assert ours == theirs, number

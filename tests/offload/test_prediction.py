@@ -16,7 +16,6 @@ from superadam.offload.prediction import (
     JUDGED_PREDICTIONS,
     MOST_LEFT_OUT,
     REMEMBERED_STEPS,
-    WIDTHS,
     Prediction,
     Predictor,
 )
@@ -282,7 +281,3 @@ def test_what_arrives_again_is_not_remembered_for_ever() -> None:
     for number in range(30):
         predictor.predict(100, float(number), 1.0, 1.0)
     assert len(predictor._predicted) == len(predictor._seen) <= 3
-
-
-def test_widths_are_within_what_the_proof_covers() -> None:
-    assert max(WIDTHS) ** 2 <= 4.0

@@ -6,7 +6,6 @@ arrive oddly, and where training goes on from a file, with copies, or under anot
 
 import collections
 import copy
-import io
 import math
 import os
 import sys
@@ -22,14 +21,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from offload.test_programs import ACTIONS, STEPS, dtype_of, gradients, loss_of
-from support.overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
+from support.optimizers import through_disk
+from support.overlap import DeferredDevice, FullDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
 from support.programs import EAGER, Run, difference, frozen, state_of
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
-from superadam.devices import Device, Stream
-from superadam.devices.flat import FlatLayout
+from superadam.devices import Device
 from superadam.handles.gradient_handle import taken_of
 from superadam.offload import buckets
 from superadam.offload.scheduler import OffloadScheduler
@@ -135,20 +134,12 @@ def _run(layer: nn.Module, inputs: Tensor) -> Tensor:
     return output
 
 
-class OftenFullDevice(SimulatedDevice):
+class OftenFullDevice(FullDevice):
     """Has no memory left, whenever the seed says so."""
 
-    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        self._perhaps_be_full()
-        return super().empty(numel, dtype, stream)
-
-    def pack(self, gradients: Any, layout: FlatLayout, dtype: torch.dtype, norm: Any = None) -> Tensor:
-        self._perhaps_be_full()
-        return super().pack(gradients, layout, dtype, norm)
-
-    def _perhaps_be_full(self) -> None:
-        if self.accelerator.random.random() < 0.3:
-            raise torch.OutOfMemoryError("planted: the device is full")
+    @property
+    def is_full(self) -> bool:  # type: ignore[override]
+        return self.accelerator.random.random() < 0.3
 
 
 @dataclass
@@ -454,14 +445,11 @@ class OverlappedRun(RuleBasedStateMachine):
 
     def continue_from_disk(self, before: bool) -> None:
         """Load what was saved into a fresh model and optimizer, with a scheduler from before or after the loading."""
-        file = io.BytesIO()
         old = self.ours
         if any(name.startswith("extra") for name, _ in old.model.named_parameters()):
             return  # an action has added a parameter that a fresh model would not have
-        torch.save({"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}, file)
+        saved = through_disk({"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()})
         self.plain.optimizer.state_dict()  # adopts what was written to parameters, as that of the other has
-        file.seek(0)
-        saved: dict[str, Any] = torch.load(file, weights_only=True)
         self.close_scheduler()
         self.plain.model.zero_grad()  # also of a layer that was taken out of the optimizer
         self.plain.runs.clear()

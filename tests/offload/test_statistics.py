@@ -1,9 +1,7 @@
-"""What a scheduler counts adds up, and its trace is a file that Chrome and Perfetto read, whole or not there."""
+"""What a scheduler counts adds up, and its trace is a file that Chrome and Perfetto read."""
 
-import errno
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -273,28 +271,6 @@ def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     for i in range(5):
         one.add(str(i), "worker", i, i + 1)
     assert [span.name for span in one.spans] == ["2", "3", "4"]
-
-
-def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("the old one")
-    one = Trace()
-    one.add("work", "worker", 0.0, 1.0, thing=object())
-    with pytest.raises(TypeError):
-        one.write(path)
-    assert path.read_text() == "the old one"
-
-    def fill_the_disk(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "fsync", fill_the_disk)
-        with pytest.raises(OSError, match="No space left"):
-            Trace().write(path)
-    assert path.read_text() == "the old one"
-    assert list(tmp_path.iterdir()) == [path]
-    Trace().write(path)
-    assert [event["ph"] for event in events_of(path)] == ["M"] * len(TRACKS)
 
 
 def test_a_profiler_shows_the_parts_of_the_optimizer() -> None:

@@ -23,19 +23,6 @@ from torch import Tensor
 from superadam.devices.cuda import CudaDevice
 from superadam.host.machine import Host
 
-REAL = {
-    name: getattr(torch.cuda, name)
-    for name in ("Stream", "Event", "current_stream", "stream", "device", "set_device", "get_device_properties")
-}
-METHODS = {
-    name: getattr(kind, name)
-    for kind, names in (
-        (torch.cuda.Stream, ["wait_event"]),
-        (torch.cuda.Event, ["record", "query", "synchronize"]),
-    )
-    for name in names
-}
-
 
 class Code(enum.IntEnum):
     """What the runtime returns."""
@@ -183,15 +170,16 @@ def _checked(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> C
 def fake_cuda() -> Iterator[FakeCuda]:
     """Put a `FakeCuda` in the place of torch.cuda; its kernels are plain torch."""
     cuda = FakeCuda()
-    fakes = {"Stream": cuda.new_stream, "current_stream": cuda.current_stream, "stream": cuda.stream}
-    fakes |= {name: getattr(cuda, name) for name in ("device", "set_device", "get_device_properties")}
+    fakes = {"Stream": cuda.new_stream, "Event": functools.partial(FakeEvent, cuda)}
+    same = ("current_stream", "stream", "device", "set_device", "get_device_properties")
+    fakes |= {name: getattr(cuda, name) for name in same}
+    kinds = {"record": FakeEvent, "query": FakeEvent, "synchronize": FakeEvent, "wait_event": FakeStream}
     with pytest.MonkeyPatch.context() as patch, asked_for("torch"):
+        for name, kind in kinds.items():
+            real = torch.cuda.Event if kind is FakeEvent else torch.cuda.Stream
+            patch.setattr(kind, name, _checked(name, getattr(real, name), getattr(kind, name)))
         for name, fake in fakes.items():
-            patch.setattr(torch.cuda, name, _checked(name, REAL[name], fake))
-        methods = [(FakeEvent, "record"), (FakeEvent, "query"), (FakeEvent, "synchronize"), (FakeStream, "wait_event")]
-        for kind, name in methods:
-            patch.setattr(kind, name, _checked(name, METHODS[name], getattr(kind, name)))
-        patch.setattr(torch.cuda, "Event", _checked("Event", REAL["Event"], functools.partial(FakeEvent, cuda)))
+            patch.setattr(torch.cuda, name, _checked(name, getattr(torch.cuda, name), fake))
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
         patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)

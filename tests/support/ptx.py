@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -270,14 +271,6 @@ def operation(pattern: str) -> Callable[[Operation], Operation]:
 INTEGER = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
 BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 REAL = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
-COMPARE = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
 
 
 def unsigned(value: Array) -> Array:
@@ -369,13 +362,13 @@ def _(a: Array) -> Array:
 
 @operation(r"setp\.(eq|ne|lt|le|gt|ge)\.([busf](?:16|32|64))")
 def _(name: str, kind: str, a: Array, b: Array) -> Array:
-    return COMPARE[name](typed(a, kind), typed(b, kind))
+    return getattr(operator, name)(typed(a, kind), typed(b, kind))
 
 
 @operation(r"setp\.(equ|neu|ltu|leu|gtu|geu)\.(f(?:16|32|64))")
 def _(name: str, kind: str, a: Array, b: Array) -> Array:
     a, b = typed(a, kind), typed(b, kind)
-    return COMPARE[name[:2]](a, b) | np.isnan(a) | np.isnan(b)
+    return getattr(operator, name[:2])(a, b) | np.isnan(a) | np.isnan(b)
 
 
 @operation(r"setp\.(nan|num)\.(f(?:16|32|64))")
