@@ -15,7 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 from support.overlap import batch, mlp
 from support.programs import Program, Run, Setting, differences, in_settings
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -50,7 +51,9 @@ Backward = Callable[[Graph], None]
 SHAPES: list[Program] = []
 
 
-def shape(make: Callable[[], nn.Module], *, steps_itself: bool = False, **facts: Any) -> Callable[[Backward], Backward]:
+def shape(
+    make: Callable[[], nn.Module], name: str = "", *, steps_itself: bool = False, **facts: Any
+) -> Callable[[Backward], Backward]:
     """Add a graph: its model, and one iteration of it, which may make the step as well."""
 
     def add(backward: Backward) -> Backward:
@@ -67,9 +70,9 @@ def shape(make: Callable[[], nn.Module], *, steps_itself: bool = False, **facts:
                     if not steps_itself:
                         graph.optimizer.step()
                     graph.see(parameters=list(graph.model.parameters()))
-            graph.see(buffers=dict(graph.model.named_buffers()))
+            graph.see(products=graph.kept.get("products"), buffers=dict(graph.model.named_buffers()))
 
-        SHAPES.append(Program(backward.__name__, train, torch=False, limit=20.0, **facts))
+        SHAPES.append(Program(name or backward.__name__, train, torch=False, limit=20.0, **facts))
         return backward
 
     return add
@@ -82,6 +85,27 @@ def loss(y: Tensor) -> Tensor:
 # ---- modules --------------------------------------------------------------------------------------------------------
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(1)
+        self.embedding, self.middle, self.head = nn.Embedding(8, 8), mlp(), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.embedding(x.argmax(-1))))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x[None], x[None], x[None])[0]
+        return y
+
+
 class Bare(nn.Module):
     """Parameters in a list, which no module's forward owns."""
 
@@ -89,6 +113,29 @@ class Bare(nn.Module):
         super().__init__()
         torch.default_generator.manual_seed(1)
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(3)])
+
+
+class Reuse(nn.Module):
+    """A block that reads its layer's weight without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.layer.weight.detach().norm()
+
+
+class Detached(nn.Module):
+    """A layer scaled by what is computed from another layer's weight, outside the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[4](F.linear(self.layers[0](x), self.layers[4].weight.detach()))
+        return y
 
 
 class Adversaries(nn.Module):
@@ -100,20 +147,48 @@ class Adversaries(nn.Module):
 
 
 class Multiply(torch.autograd.Function):
-    """A linear layer that keeps its weight, as it is `held`, in the context, past the version checks."""
+    """A linear layer that keeps its weight in the context, past the version checks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, held: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = held
+        ctx.weight = weight
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0] @ ctx.weight, gradients[0].t() @ ctx.saved_tensors[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0] @ ctx.weight, gradients[0].t() @ ctx.saved_tensors[0]
+
+
+class MultiplyByData(Multiply):
+    """The same with the weight's `.data`, which shares no version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight.data
+        return x @ weight.t()
+
+
+class ScaleByWeight(torch.autograd.Function):
+    """The identity, whose backward scales by the present norm of any parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.weight.detach().norm(), None
 
 
 # ---- one forward, one backward --------------------------------------------------------------------------------------
+
+
+@shape(Tied, "tied_weights")
+def plain(run: Graph) -> None:
+    loss(run.model(run.inputs())).backward()
 
 
 @shape(lambda: nn.LSTM(8, 8, batch_first=True))
@@ -127,9 +202,17 @@ def lstm_one_step_at_a_time(run: Graph) -> None:
         hidden = tuple(one.detach() for one in hidden)
 
 
+@shape(lambda: nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 1, 3, stride=2)))
+def convolution_and_batch_norm(run: Graph) -> None:
+    loss(run.model(run.inputs().unsqueeze(1))).backward()
+
+
 @shape(lambda: nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 8)))
 def embedding_layer_norm_dropout(run: Graph) -> None:
     loss(run.model(run.inputs().argmax(-1))).backward()
+
+
+shape(Attention, "attention_whose_projection_is_never_called")(plain)
 
 
 @shape(Bare)
@@ -138,6 +221,13 @@ def parameters_outside_any_forward(run: Graph) -> None:
     for weight in run.model.weights:
         x = F.linear(x, weight).tanh()
     loss(x).backward()
+
+
+@shape(mlp)
+def functional_with_detached_weights_of_one_layer(run: Graph) -> None:
+    weights = {name: p.detach() if name.startswith("2") else p for name, p in run.model.named_parameters()}
+    y = functional_call(run.model, weights, (run.inputs(),))
+    (loss(run.model[2](y)) + loss(y)).backward()
 
 
 @shape(lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), spectral_norm(nn.Linear(8, 8))))
@@ -149,10 +239,35 @@ def weight_norm_and_spectral_norm(run: Graph) -> None:
 
 
 @shape(mlp)
+def checkpoint_reentrant(run: Graph) -> None:
+    x = run.inputs().requires_grad_()
+    for layer in run.model.children():
+        x = checkpoint(layer, x, use_reentrant=True)
+    loss(x).backward()
+
+
+@shape(mlp)
 def checkpoint_reentrant_with_shared_weights(run: Graph) -> None:
     """The gradients are complete twice: each reentrant backward is one of its own."""
     x = checkpoint(run.model, run.inputs().requires_grad_(), use_reentrant=True)
     loss(checkpoint(run.model, x, use_reentrant=True)).backward()
+
+
+@shape(mlp)
+def no_grad_reuse_inside_a_checkpoint(run: Graph) -> None:
+    def target_and_loss(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = run.model[4:](x)
+        return (x * target).square()
+
+    x = checkpoint(target_and_loss, run.model[:4](run.inputs()), use_reentrant=False)
+    loss(run.model[4:](x)).backward()
+
+
+@shape(lambda: nn.Sequential(nn.Linear(8, 8), Reuse()))
+def bare_reuse_inside_a_checkpointed_block(run: Graph) -> None:
+    first, reuse = run.model
+    loss(reuse.layer(checkpoint(reuse, first(run.inputs()), use_reentrant=False))).backward()
 
 
 @shape(Bare)
@@ -168,14 +283,36 @@ def bare_value_read_again_by_a_checkpoint(run: Graph) -> None:
 # ---- values read past autograd --------------------------------------------------------------------------------------
 
 
+shape(Detached, "detached_weight_in_the_graph")(plain)
+
+
 @shape(mlp)
 def saved_by_custom_functions(run: Graph) -> None:
-    """Two of them by `.data`, which shares no version counter."""
     x = run.inputs()
-    for i, is_data in ((0, False), (2, True), (4, False), (0, True)):
-        weight = run.model[i].weight
-        x = Multiply.apply(x, weight, weight.data if is_data else weight)
+    for i, function in ((0, Multiply), (2, MultiplyByData), (4, Multiply), (0, MultiplyByData)):
+        x = function.apply(x, run.model[i].weight)
     loss(x).backward()
+
+
+@shape(mlp)
+def read_by_the_backward_of_a_custom_function(run: Graph) -> None:
+    last = run.model[4].weight
+    x = ScaleByWeight.apply(run.model[:2](run.inputs()), last)
+    loss(run.model[4](ScaleByWeight.apply(run.model[2](x), last))).backward()
+
+
+def pack_nothing(x: Tensor) -> Tensor:
+    """Return a tensor as it is, whose version nobody checks any more."""
+    return x.detach()
+
+
+@shape(mlp)
+def saved_by_hooks_that_do_nothing_and_on_cpu(run: Graph) -> None:
+    with saved_tensors_hooks(pack_nothing, pack_nothing):
+        y = run.model(run.inputs())
+    with save_on_cpu():
+        y = run.model(y)
+    loss(y).backward()
 
 
 @shape(mlp)
@@ -232,7 +369,31 @@ def later_hooks_that_scale_gradients_and_read_weights_into_them(run: Graph) -> N
     loss(run.model(run.inputs())).backward()
 
 
+@shape(mlp)
+def multi_grad_hook_that_reads_weights(run: Graph) -> None:
+    """When the gradients of two layers are there, the third gets what their weights say."""
+    x = run.model[:2](run.inputs())
+    first, *others = run.model.parameters()
+
+    def note(gradients: Any) -> None:
+        run.kept["scale"] = sum(one.detach().float().norm() for one in others)
+
+    handle = torch.autograd.graph.register_multi_grad_hook(others, note)
+    x.register_hook(lambda gradient: gradient * run.kept.get("scale", 1.0))
+    loss(run.model[2:](x)).backward()
+    handle.remove()
+    assert first.grad is not None
+
+
 # ---- graphs of gradients --------------------------------------------------------------------------------------------
+
+
+@shape(mlp)
+def gradient_penalty(run: Graph) -> None:
+    x = run.inputs().requires_grad_()
+    y = run.model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (loss(y) + gradient.square().sum()).backward()
 
 
 @shape(mlp, speculates=False)
@@ -240,6 +401,17 @@ def create_graph_and_penalty_on_the_gradients(run: Graph) -> None:
     loss(run.model(run.inputs())).backward(create_graph=True)
     gradients = [parameter.grad for parameter in run.model.parameters()]
     torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().backward()
+
+
+@shape(mlp)
+def hessian_vector_product_after_backward(run: Graph) -> None:
+    """As for AdaHessian or Sophia: the curvature is read between backward and step."""
+    parameters = list(run.model.parameters())
+    loss(run.model(run.inputs())).backward()
+    gradients = torch.autograd.grad(loss(run.model(run.inputs(1))), parameters, create_graph=True)
+    products = torch.autograd.grad(gradients, parameters, [torch.ones_like(one) for one in gradients])
+    run.kept.setdefault("products", []).append([product.float().sum().item() for product in products])
+    parameters[0].grad = parameters[0].grad + 0.01 * products[0]
 
 
 # ---- several backwards ----------------------------------------------------------------------------------------------
@@ -273,6 +445,12 @@ def half_of_the_inputs_at_a_time(run: Graph) -> None:
     with run.hint():
         one.backward(retain_graph=True, inputs=parameters[3:])
     one.backward(inputs=parameters[:3])
+
+
+@shape(mlp)
+def inputs_of_one_layer(run: Graph) -> None:
+    layer = run.model[2 * (run.seed % 2)]
+    loss(run.model(run.inputs())).backward(inputs=list(layer.parameters()))
 
 
 @shape(Adversaries)

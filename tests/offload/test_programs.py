@@ -4,9 +4,11 @@ An iteration may do anything between backward and `step()` that a program may do
 gradients, write and read weights, change hyper-parameters, replace storage, fail and go on.
 """
 
+import collections
 import contextlib
 import copy
 import gc
+import io
 import math
 import pickle
 import threading
@@ -17,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import through_disk
 from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch
 from support.programs import (
     OTHERS,
@@ -261,6 +262,12 @@ def gradients_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 @between()
+def gradient_of_one_layer_edited_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    model.blocks[0].weight.grad.add_(0.01)
+    model.last.weight.grad += 0.1 * model.last.weight.detach()
+
+
+@between()
 def elements_and_views_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0].weight.grad[3] = 0.5
     model.blocks[0].weight.grad.view(-1)[3:99].zero_()
@@ -270,6 +277,27 @@ def elements_and_views_of_gradients_written(model: Any, optimizer: Any, step: in
     model.first.bias.grad.chunk(2)[1].neg_()
     for row in model.last.weight.grad:
         row.div_(row.norm())
+
+
+@between(speculates=False)
+def gradients_written_through_data(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    model.blocks[0].weight.grad.data.mul_(0.3)
+    model.blocks[1].weight.grad.detach().mul_(0.3)
+    model.first.weight.grad.data.clamp_(-0.1, 0.1)
+    model.first.bias.grad.data = torch.ones_like(model.first.bias)
+
+
+@between(speculates=False)
+def gradients_scaled_twice_and_divided(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    model.blocks[0].weight.grad.mul_(0.7).mul_(1.3)
+    model.blocks[1].weight.grad.div_(3)
+    model.first.weight.grad.mul_(2).div_(8)
+    model.first.bias.grad /= 7
+    factor = torch.tensor(0.3)
+    model.blocks[0].bias.grad *= factor
+    factor.fill_(100)
+    model.blocks[1].bias.grad.neg_()
+    model.last.weight.grad.mul_(model.last.weight.grad)
 
 
 @between()
@@ -330,6 +358,26 @@ def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> 
 # ---- gradients are read ---------------------------------------------------------------------------------------------
 
 
+@between()
+def gradients_read_for_logging(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    read: list[Any] = []
+    for parameter in model.parameters():
+        g = parameter.grad
+        read += [g.norm(), g.abs().max(), g.mean(), torch.isnan(g).any(), (g * 2).sum(), g.float().std(), g.clone()]
+        read += [g.shape, g.stride(), g.dtype, g.is_contiguous(), g.requires_grad, g.is_leaf, g.device, str(g)]
+    return read
+
+
+@between()
+def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    for parameter in model.parameters():
+        g = parameter.grad
+        copies = [copy.deepcopy(g), g.clone(), g.double(), g + 0, torch.stack([g, g]), torch.empty_like(g).copy_(g)]
+        copies += [pickle.loads(pickle.dumps(g)), torch.tensor(g.tolist()), g.to(g.dtype, copy=True), g.half()]
+        for one in copies:
+            one.fill_(math.nan)
+
+
 @between(speculates=False)
 def addresses_of_gradients_read(model: Any, optimizer: Any, step: int, run: Run) -> bool:
     return all(gradient.data_ptr() for gradient in gradients(model))
@@ -337,17 +385,19 @@ def addresses_of_gradients_read(model: Any, optimizer: Any, step: int, run: Run)
 
 @between()
 def gradients_that_are_kept_show_what_they_were(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """`g = p.grad` outlives zero_grad() and the next backward, as any tensor does.
-
-    What is written to it later is nothing to the gradients of today, nor to a step that was made.
-    """
+    """`g = p.grad` outlives zero_grad() and the next backward, as any tensor does."""
     kept = run.kept.setdefault("kept", [])
     read = [[gradient.clone() for gradient in grads] for grads in kept]
-    if kept and step % 2:
-        for gradient in kept[-1]:
-            gradient.fill_(math.nan)
     kept.append(gradients(model))
     return read
+
+
+@between()
+def gradients_that_are_kept_are_written_later(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Which is nothing to the gradients of today, nor to a step that was made."""
+    for gradient in run.kept.get("last", []):
+        gradient.fill_(math.nan)
+    run.kept["last"] = gradients(model)
 
 
 @after()
@@ -360,18 +410,25 @@ def gradients_read_and_written_after_the_step(model: Any, optimizer: Any, step: 
 
 # ---- torch's own clipping and scaling -------------------------------------------------------------------------------
 
-CLIPPINGS: dict[str, Callable[[Any, int], Any]] = {
-    "clipped_by_torch": lambda net, step: clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=step % 2 == 1),
-    "clipped_by_torch_rarely": lambda net, step: clip_grad_norm_(net.parameters(), 0.5 if step == 2 else 1e6),
-    "clipped_by_torch_twice": lambda net, step: [clip_grad_norm_(net.parameters(), limit) for limit in (2.0, 0.7)],
-    "clipped_by_torch_per_layer": lambda net, step: [
-        clip_grad_norm_(layer.parameters(), 0.3) for layer in (net.first, *net.blocks, net.last)
-    ],
-}
-for _name, _clip in CLIPPINGS.items():
-    between(_name, ignores=("outcome",), speculates=_name == "clipped_by_torch_rarely")(
-        lambda model, optimizer, step, run, clip=_clip: clip(model, step)
-    )
+
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
+    return clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=step % 2 == 1)
+
+
+@between(ignores=("outcome",))
+def clipped_by_torch_rarely(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
+    return clip_grad_norm_(model.parameters(), 0.5 if step == 2 else 1e6)
+
+
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_twice(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
+    return [clip_grad_norm_(model.parameters(), limit) for limit in (2.0, 0.7)]
+
+
+@between(ignores=("outcome",), speculates=False)
+def clipped_by_torch_per_layer(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
+    return [clip_grad_norm_(layer.parameters(), 0.3) for layer in (model.first, *model.blocks, model.last)]
 
 
 @between(ignores=("outcome",), speculates=False)
@@ -449,6 +506,25 @@ def grad_scaler_with_a_scale_that_is_no_power_of_two(model: Any, optimizer: Any,
 # ---- weights are written --------------------------------------------------------------------------------------------
 
 
+@program(speculates=False)
+def binary_connect(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    """Weights are replaced by their signs for forward and backward, restored for the step, and clipped after it."""
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.sign() * 0.1)
+    optimizer.zero_grad()
+    loss = backward(model, step)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(value)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.blocks[0].parameters():
+            parameter.clamp_(-0.1, 0.1)
+    return loss
+
+
 def climb(model: Any, rho: float) -> list[Tensor]:
     """Go to the worst point nearby (SAM); return where it was."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
@@ -499,6 +575,14 @@ def one_element_written_in_a_step_that_comes_to_nothing(model: Any, optimizer: A
             model.first.weight.grad[0, 0] = math.inf
 
 
+@between(speculates=False)
+def weights_written_and_written_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.neg_()
+            parameter.neg_()
+
+
 @between()
 def weights_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
     match step:
@@ -510,6 +594,13 @@ def weights_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
             for number, parameter in enumerate(model.parameters()):
                 parameter.data = 0.1 * noise(parameter, number)
             reload(optimizer)
+
+
+@between()
+def weights_stepped_by_somebody_else_too(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    if run.once():
+        run.kept["sgd"] = torch.optim.SGD(model.blocks[0].parameters(), lr=0.01, momentum=0.9)
+    run.kept["sgd"].step()
 
 
 @between(torch=False, steps=5)
@@ -529,6 +620,18 @@ def checkpoints_loaded(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 # ---- weights are read -----------------------------------------------------------------------------------------------
+
+
+@between(speculates=False)
+def averaged_weights_swapped_in_for_evaluation(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    average = run.kept.setdefault("average", [parameter.detach().clone() for parameter in model.parameters()])
+    own = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_lerp_(average, own, 0.1)
+        torch._foreach_copy_(list(model.parameters()), average)
+        value = loss_of(model, 99)
+        torch._foreach_copy_(list(model.parameters()), own)
+    return value
 
 
 @between()
@@ -558,7 +661,10 @@ def model_and_optimizer_copied(model: Any, optimizer: Any, step: int, run: Run) 
 
 @between(speculates=False)
 def checkpoint_saved(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    weights, state = through_disk([model.state_dict(), optimizer.state_dict()])
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file)
     return weights, {i: (entry["step"], entry["exp_avg"]) for i, entry in state["state"].items()}
 
 
@@ -579,12 +685,35 @@ def scheduler_given_one_block(model: Any, optimizer: Any, step: int, run: Run) -
 
 
 @between(speculates=False)
+def state_read(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    """Which is still that of the last step."""
+    state = optimizer.state
+    return [state[p]["exp_avg"].clone() for p in model.parameters() if p in state], len(state)
+
+
+@between(speculates=False)
 def moments_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
     state = optimizer.state
     if model.last.weight in state:
         state[model.last.weight]["exp_avg_sq"].add_(0.01)
         state[model.first.weight]["exp_avg"].mul_(0.5)
         state[model.blocks[0].weight]["step"].add_(3)
+
+
+@between(speculates=False)
+def state_assigned(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """A copy of it, or the very one that it is."""
+    state = optimizer.state
+    copies = {parameter: copy.deepcopy(entry) for parameter, entry in state.items()}
+    optimizer.state = collections.defaultdict(dict, copies) if step % 2 else state
+
+
+@between()
+def state_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    if step == 2:
+        del optimizer.state[model.first.weight]
+    if step == 3:
+        optimizer.state.clear()
 
 
 # ---- hyper-parameters are changed -----------------------------------------------------------------------------------
@@ -771,6 +900,45 @@ _micro_batches("micro_batches_of_changing_number", lambda step: [2, 1, 3, 2][ste
 _micro_batches("micro_batches_of_changing_number_with_accumulate", lambda step: [2, 1, 3, 2][step], is_hinted=True)
 
 
+@program()
+def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """In some steps all within `accumulate()`: a wrong hint costs time, and nothing else."""
+    optimizer.zero_grad()
+    with run.accumulate() if step % 2 else contextlib.nullcontext():
+        for micro, uses in enumerate([(0, 1), (0,), (1,)]):
+            model.uses = uses if step > 1 else (0, 1)
+            backward(model, step, micro)
+    optimizer.step()
+
+
+@program(speculates=False, ignores=("outcome",))
+def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    optimizer.zero_grad()
+    read = []
+    for micro in range(3):
+        backward(model, step, micro)
+        read.append([gradient.norm() for gradient in gradients(model)])
+    for gradient in gradients(model):
+        gradient.div_(3)
+    optimizer.step()
+    return read
+
+
+@program()
+def last_micro_batch_retried(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Its backward fails half way, and is made again."""
+    optimizer.zero_grad()
+    with run.accumulate() if step > 1 else contextlib.nullcontext():
+        backward(model, step)
+    if step % 2:
+        model.fails_after = step // 2
+        with pytest.raises(PlantedError):
+            backward(model, step, 1)
+        model.fails_after = None
+    backward(model, step, 1)
+    optimizer.step()
+
+
 # ---- exceptions -----------------------------------------------------------------------------------------------------
 
 
@@ -812,6 +980,14 @@ for _where in ("forward", "backward", "an_earlier_hook", "a_later_hook"):
     _failure(_where)
 
 
+@between()
+def exception_while_gradients_are_edited(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    with contextlib.suppress(RuntimeError):
+        model.blocks[0].weight.grad.add_(torch.ones(3, 5, dtype=torch.float32))
+    with contextlib.suppress(RuntimeError):
+        model.blocks[0].weight.grad.mul_(torch.tensor(1j))
+
+
 @between(settings=OTHERS, torch=False)
 def exception_in_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A hyper-parameter that is out of range raises, or a hook before the step; it is made once that was mended."""
@@ -851,6 +1027,34 @@ def gradients_in_one_flat_buffer(model: Any, optimizer: Any, step: int, run: Run
     norm = flat.float().norm()
     optimizer.step()
     return norm, flat.clone()
+
+
+def _keep_views(model: Any, run: Run) -> None:
+    def keep(parameter: Tensor) -> None:
+        views = run.kept.setdefault("views", [])
+        match len(views) % 4:
+            case 0:
+                views.append(parameter.grad.view(-1))
+            case 1:
+                views.append(parameter.grad.detach())
+            case 2:
+                views.append(parameter.grad.data[1:])
+            case 3:
+                views.append(torch.empty(0, dtype=parameter.dtype).set_(parameter.grad.untyped_storage()))
+
+    for parameter in model.parameters():
+        if parameter is not model.last.weight:
+            parameter.register_post_accumulate_grad_hook(keep)
+
+
+@program(prepare=_keep_views)
+def views_of_gradients_kept_by_an_earlier_hook_and_edited(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    run.kept["views"] = []
+    optimizer.zero_grad()
+    backward(model, step)
+    for view in run.kept["views"]:
+        view.add_(0.01)
+    optimizer.step()
 
 
 def _reduce_in_a_hook(model: Any, run: Run) -> None:
@@ -1009,6 +1213,22 @@ def blocks_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
 def storage_moved_to_shared_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step in (1, 3):
         model.share_memory()
+
+
+@between(torch=False)
+def parameters_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """As 3D Gaussian splatting does: a new parameter takes over the gradient and half of the state of an old one."""
+    if step in (2, 3):
+        old = model.blocks[0].weight
+        new = nn.Parameter(old.detach() * 0.5)
+        new.grad = old.grad
+        entry = dict(optimizer.state.pop(old))
+        entry.pop("master", None)
+        entry["exp_avg"] = entry["exp_avg"] * 0.5
+        optimizer.state[new] = entry
+        params = optimizer.param_groups[0]["params"]
+        params[next(i for i, p in enumerate(params) if p is old)] = new
+        model.blocks[0].weight = new
 
 
 # ---- the scheduler itself -------------------------------------------------------------------------------------------

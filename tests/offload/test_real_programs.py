@@ -5,6 +5,7 @@ Each program is a whole run with loops, models and wrappers of its own; those of
 
 import contextlib
 import copy
+import io
 import itertools
 import math
 from collections.abc import Callable
@@ -13,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from support import programs
-from support.optimizers import through_disk
-from support.programs import OTHERS, Program, Setting, differences, frozen, in_settings, state_of
+from support.programs import Program, Setting, differences, frozen, in_settings, state_of
 from support.visible import parameters_of
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear, scaled_dot_product_attention
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
@@ -67,6 +67,39 @@ def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], N
         return train
 
     return add
+
+
+def through_a_file(value: Any) -> Any:
+    """Return what is loaded after `value` was saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# ---- adversarial networks -------------------------------------------------------------------------------------------
+
+
+@program()
+def gan_whose_critic_is_frozen_for_the_generator(run: Run) -> None:
+    """The critic's step is made of two backwards; its parameters ask for no gradients while the generator learns."""
+    generator, critic = run.mlp(16, 64, 16), run.mlp(16, 64, 1)
+    of_generator, of_critic = run.adamw(generator.parameters()), run.adamw(critic.parameters())
+    real, fake = torch.ones(8, 1), torch.zeros(8, 1)
+    with run.overlap(of_generator, generator), run.overlap(of_critic, critic):
+        for step in range(4):
+            made = generator(run.data(step))
+            critic.requires_grad_(True)
+            critic.zero_grad()
+            binary_cross_entropy_with_logits(critic(run.data(500 + step)).float(), real).backward()
+            binary_cross_entropy_with_logits(critic(made.detach()).float(), fake).backward()
+            of_critic.step()
+            critic.requires_grad_(False)
+            generator.zero_grad()
+            loss = binary_cross_entropy_with_logits(critic(made).float(), real)
+            loss.backward()
+            of_generator.step()
+            run.see(loss)
 
 
 # ---- parameters that grow and shrink --------------------------------------------------------------------------------
@@ -176,34 +209,6 @@ def optimizers_in_backward(run: Run) -> None:
 @program()
 def optimizers_in_backward_after_their_schedulers(run: Run) -> None:
     step_in_backward(run, run.mlp(16, 64, 16), hooks_are_first=False)
-
-
-# ---- parameters that optimizers share -------------------------------------------------------------------------------
-
-
-def shared(run: Run, *, is_alternating: bool) -> None:
-    """Train all layers with one optimizer, and the later ones with another, each with a scheduler."""
-    model = run.mlp(16, 64, 64, 16)
-    every, some = list(model.parameters()), list(model.parameters())[2:]
-    optimizers = [run.adamw(every, lr=0.05), run.adamw(some, lr=0.02)]
-    with run.overlap(optimizers[0], model) as first, run.overlap(optimizers[1], model) as second:
-        for step in range(12):
-            run.loss(model, step).backward()
-            for optimizer in optimizers[step % 2 :][:1] if is_alternating else optimizers:
-                optimizer.step()
-            model.zero_grad()
-            run.see(parameters=every)
-        assert first is None or first.statistics.buckets + second.statistics.buckets > 0
-
-
-@program(settings=[one for one in OTHERS if one.name == "fp32-simulated"])
-def two_optimizers_over_the_same_parameters(run: Run) -> None:
-    shared(run, is_alternating=False)
-
-
-@program(limit=20.0)
-def two_optimizers_in_turns(run: Run) -> None:
-    shared(run, is_alternating=True)
 
 
 # ---- reinforcement learning -----------------------------------------------------------------------------------------
@@ -317,6 +322,26 @@ def gradients_noised_and_clipped_by_value_and_by_norm(run: Run) -> None:
             optimizer.step()
 
 
+@program()
+def gradients_centralized_by_hooks(run: Run) -> None:
+    """Of the second layer by a hook that was registered before the scheduler's, of others by later ones."""
+
+    def subtract(parameter: Any) -> None:
+        parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+
+    model = run.mlp(16, 64, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    model[2].weight.register_post_accumulate_grad_hook(subtract)
+    with run.overlap(optimizer, model):
+        for layer in (model[0], model[4]):
+            layer.weight.register_post_accumulate_grad_hook(subtract)
+        for step in range(4):
+            optimizer.zero_grad()
+            run.loss(model, step).backward()
+            run.see([parameter.grad.float().mean(-1) for parameter in model.parameters()])
+            optimizer.step()
+
+
 # ---- gradients made by the program ----------------------------------------------------------------------------------
 
 
@@ -361,6 +386,26 @@ def private_gradients(run: Run) -> None:
             run.see(norms)
 
 
+@program(speculates=False)
+def gradients_of_torch_func(run: Run) -> None:
+    """No backward at all: gradients come from `grad` and `vmap`, and are put where the optimizer looks for them."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (functional_call(model, values, (x.unsqueeze(0),)).squeeze(0).float() - y.float()).square().mean()
+
+    with run.overlap(optimizer, model):
+        for step in range(4):
+            values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            each = vmap(grad(loss), in_dims=(None, 0, 0))(values, run.data(step), run.data(step + 1000))
+            for name, parameter in model.named_parameters():
+                parameter.grad = each[name].mean(0)
+            run.see({name: value.float().flatten(1).norm(dim=1) for name, value in each.items()})
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # ---- learning to learn ----------------------------------------------------------------------------------------------
 
 
@@ -387,6 +432,34 @@ def meta_learning_through_the_inner_steps(run: Run) -> None:
                     for parameter, gradient in zip(model.parameters(), found, strict=True):
                         parameter.grad = parameter.grad + gradient
                 run.see(outer)
+            optimizer.step()
+
+
+@program()
+def meta_learning_on_copies(run: Run) -> None:
+    """First-order MAML: a copy learns each task with an optimizer of its own; its last gradients are the outer ones."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    with run.overlap(optimizer, model):
+        for step in range(3):
+            optimizer.zero_grad()
+            for task in range(2):
+                learner = copy.deepcopy(model)
+                learner.zero_grad()
+                inner = run.adamw(learner.parameters(), lr=0.05)
+                with run.overlap(inner, learner):
+                    for turn in range(3):
+                        inner.zero_grad()
+                        run.loss(learner, 10 * task + turn).backward()
+                        inner.step()
+                    inner.zero_grad()
+                    loss = run.loss(learner, 100 * step + task)
+                    loss.backward()
+                    for parameter, copied in zip(model.parameters(), learner.parameters(), strict=True):
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+                        parameter.grad.add_(copied.grad, alpha=0.5)
+                run.see(loss)
             optimizer.step()
 
 
@@ -539,7 +612,7 @@ def pretraining_saved_and_resumed(run: Run) -> None:
     first = Pretraining(run)
     with run.overlap(first.optimizer, first.model):
         first.train(2)
-        saved = through_disk(first.state_dict())
+        saved = through_a_file(first.state_dict())
         first.train(4)
     second = Pretraining(run)
     with run.overlap(second.optimizer, second.model):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from measures.paced_device import PacedDevice, Rates
 from support.children import exit_code_of_child
 from support.overlap import (
     DeferredDevice,
@@ -28,6 +29,7 @@ from support.overlap import (
     adam,
     batch,
     eager,
+    end_thread,
     everything,
     fail_at,
     loss_of,
@@ -72,6 +74,25 @@ def fixture_of(name: str, makers: list[Any]) -> Any:
 asynchronous = fixture_of("asynchronous", ASYNCHRONOUS)
 anywhere = fixture_of("anywhere", ANYWHERE)
 working = fixture_of("working", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
+
+
+# ---- ordinary training ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("link", ["auto", torch.float32])
+@pytest.mark.parametrize("bucket_numel", [1, 70, 1_000_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [ThreadDevice, *ANYWHERE])
+def test_every_dtype_bucket_size_and_wide_link(dtype: torch.dtype, bucket_numel: int, link: Any, make: Any) -> None:
+    scheduler = both(
+        lambda model, optimizer, _: train(model, optimizer, range(8)),
+        {"device": make(), "bucket_numel": bucket_numel, "transfer_dtype": link},
+        lambda: mlp(dtype),
+    )
+    counts = scheduler.optimizer.statistics
+    assert counts.committed
+    assert counts.clipped
 
 
 # ---- what torch does to gradients -----------------------------------------------------------------------------------
@@ -132,6 +153,25 @@ def test_worker_that_fails(dtype, at, after, then, working, monkeypatch):
         return gradients
 
     both(story, {"device": working}, lambda: mlp(dtype))
+
+
+def test_worker_whose_thread_has_ended() -> None:
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
+        train(model, optimizer, range(2))
+        if scheduler is not None:
+            end_thread(scheduler._pipeline._worker, with_job=True)
+        seen = []
+        for seed in range(2, 4):
+            loss_of(model, seed).backward()
+            if scheduler is not None:
+                with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
+                    optimizer.step()
+            seen.append([parameter.grad.clone() for parameter in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16))
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32], ids=str)
@@ -281,6 +321,17 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
         assert threading.active_count() == threads
         train(model, optimizer, range(2))
     OffloadScheduler(optimizer, model).close()
+
+
+def test_optimizer_that_cannot_be_bound_leaves_nothing() -> None:
+    shared = torch.zeros(8)
+    first, second = nn.Parameter(shared[:5]), nn.Parameter(shared[3:])
+    model = nn.ParameterList([first, second])
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match="share memory"):
+        OffloadScheduler(adam(model), model)
+    assert threading.active_count() == threads
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 # ---- life and death -------------------------------------------------------------------------------------------------
@@ -509,7 +560,10 @@ def test_memory_for_new_values_does_not_grow_with_the_model(num_threads, asynchr
         return host_empty(numel, dtype)
 
     def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, _: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(6), lambda model, seed: loss_of(model, seed) * (math.inf if seed == 4 else 1.0))
+        for seed in range(6):
+            optimizer.zero_grad()
+            (loss_of(model, seed) * (math.inf if seed == 4 else 1.0)).backward()
+            optimizer.step()
 
     monkeypatch.setattr(asynchronous, "empty", measured)
     monkeypatch.setattr(asynchronous, "host_empty", measured_on_host)
@@ -598,3 +652,30 @@ def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pyt
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+# ---- uploads ---------------------------------------------------------------------------------------------------------
+
+
+def test_new_values_go_up_before_the_verdict() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=None)
+    with OffloadScheduler(optimizer, model, device=SimulatedDevice(1), bucket_numel=64, num_threads=1) as scheduler:
+        train(model, optimizer, range(2))
+        before = scheduler.statistics.uploaded_bytes
+        loss_of(model, 2).backward()
+        scheduler._catch_up()
+        padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
+        assert scheduler.statistics.uploaded_bytes - before == padded
+        assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published
+
+
+def test_synchronize_waits_for_what_was_published() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=None)
+    device = PacedDevice(Rates(download=1e9, upload=1e9, memory=1e5))
+    with OffloadScheduler(optimizer, model, device=device, gpu_buckets=0, num_threads=1) as scheduler:
+        train(model, optimizer, range(2))
+        scheduler.synchronize()
+        (published,) = [one for one in device.busy if one.name == "publish"][-1:]
+        assert published.end <= device.now()
