@@ -1,13 +1,16 @@
 """Signals at random moments: a step is made wholly or not at all, nothing hangs, and training goes on as before."""
 
 import contextlib
+import dis
+import functools
 import gc
+import itertools
 import os
 import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch import Tensor
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.host import _signals
 from superadam.optim import adam as adam_module
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
@@ -187,6 +191,13 @@ def interrupt() -> None:
     raise Interrupted
 
 
+@functools.cache
+def after_calls(code: CodeType) -> set[int]:
+    """Return the offsets of the opcodes before which Python has looked for signals, but for those after a jump back."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return {later.offset for earlier, later in pairs if earlier.opname.startswith(("CALL", "RESUME"))}
+
+
 def struck(
     work: Callable[[], object],
     at: int | None,
@@ -194,7 +205,7 @@ def struck(
     files: tuple[str, ...] = PACKAGE,
     unit: str = "line",
 ) -> int:
-    """Call, and strike before the n-th line of these files, or "opcode"; return how many were run.
+    """Call, and strike before the n-th line of these files, or "opcode" after a call; return how many were run.
 
     Lines of the worker and of the simulated device are left out, which on real machines other threads run.
     """
@@ -202,7 +213,7 @@ def struck(
 
     def line(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        count += event == unit
+        count += event == unit and (unit == "line" or frame.f_lasti in after_calls(frame.f_code))
         if count == at:
             sys.settrace(None)
             strike()
@@ -295,6 +306,7 @@ def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> 
         work: Callable[[], object] = optimizer.rollback if name == "rollback" else handle.data_ptr
         with torch.set_grad_enabled(enabled):
             was_there = struck(work, at, interrupt) == at
+            _signals.forget()  # what is raised here comes also where no signal does: before the end of a section
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
             del handle, work, model, optimizer
             gc.collect(0)
@@ -330,8 +342,8 @@ def test_modes_are_as_before_wherever_python_enters_and_leaves_a_manager(name: s
         struck(work, at, ctrl_c, files, "opcode")
         gc.collect(0)
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (True, False), at
-        at += 1 if DEEP else 7
-    assert at > 100
+        at += 1
+    assert at > 50
     assert state_bits(optimizer) == expected
 
 
