@@ -144,11 +144,14 @@ def published(part: Path) -> Path:
 
 
 def sight(path: Path) -> str | None:
-    """Return what only a process with the same folder sees: of a checkpoint the SHA-256 of its manifest."""
+    """Return what only a process with the same folder sees: of a checkpoint the SHA-256 of its manifest.
+
+    None where there is none, as where a folder has the name of `latest`.
+    """
     try:
         return hashlib.sha256((path / _MANIFEST).read_bytes()).hexdigest()
     except (FileNotFoundError, NotADirectoryError):
-        return path.name if path.is_dir() else None
+        return path.name if path.is_dir() and path.name != _LATEST else None
 
 
 def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam.host.signals import deferred_signals
 from superadam.kernels import _places
 
 FOUND: dict[str, bool] = {}
@@ -67,8 +68,11 @@ _without_modes: Any = _find("utils._python_dispatch._disable_current_modes", con
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
     """Let operations inside give ordinary tensors, without gradients, also in inference mode, in a transform of
-    torch.func and in a mode of fake tensors. Without these names, what is made in such a call is no good later."""
-    with inference_mode(False):
+    torch.func and in a mode of fake tensors. Without these names, what is made in such a call is no good later.
+
+    Signals are deferred inside: a handler that raised while Python enters or leaves this manager would leave gradients
+    disabled for as long as its exception is held, or from then on."""
+    with deferred_signals(), inference_mode(False):
         torch.set_grad_enabled(False)  # until inference_mode restores it
         with _without_transforms(), _without_modes():
             yield

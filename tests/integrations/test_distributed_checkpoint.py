@@ -597,6 +597,17 @@ def test_damaged_newest_one_is_never_passed_over_in_silence(pair, tmp_path):
     assert latest(save(tmp_path, *other).parent) == tmp_path / "save-00000002"
 
 
+def test_folder_called_latest_names_no_checkpoint(pair, tmp_path):
+    path = save(tmp_path, *pair)
+    save(tmp_path, *pair)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    for call in (lambda: latest(tmp_path), lambda: load(tmp_path, *new())):
+        with pytest.raises(CheckpointError, match=r"latest is missing or damaged; .* load .*-00000002"):
+            call()
+    assert load(path, *new()) is None
+
+
 def test_file_called_latest_of_others_is_left_alone(pair, tmp_path):
     (tmp_path / "latest").write_text("global_step100")  # DeepSpeed's
     (tmp_path / ".lock").touch()

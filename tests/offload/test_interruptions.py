@@ -1,13 +1,16 @@
 """Signals at random moments: a step is made wholly or not at all, nothing hangs, and training goes on as before."""
 
+import contextlib
+import dis
+import functools
 import gc
+import itertools
 import os
 import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch import Tensor
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.host import _signals
 from superadam.optim import adam as adam_module
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
@@ -187,10 +191,21 @@ def interrupt() -> None:
     raise Interrupted
 
 
+@functools.cache
+def after_calls(code: CodeType) -> set[int]:
+    """Return the offsets of the opcodes before which Python has looked for signals, but for those after a jump back."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return {later.offset for earlier, later in pairs if earlier.opname.startswith(("CALL", "RESUME"))}
+
+
 def struck(
-    work: Callable[[], object], at: int | None, strike: Callable[[], None], files: tuple[str, ...] = PACKAGE
+    work: Callable[[], object],
+    at: int | None,
+    strike: Callable[[], None],
+    files: tuple[str, ...] = PACKAGE,
+    unit: str = "line",
 ) -> int:
-    """Call, and strike before the n-th line of these files; return how many lines were run.
+    """Call, and strike before the n-th line of these files, or "opcode" after a call; return how many were run.
 
     Lines of the worker and of the simulated device are left out, which on real machines other threads run.
     """
@@ -198,7 +213,7 @@ def struck(
 
     def line(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        count += event == "line"
+        count += event == unit and (unit == "line" or frame.f_lasti in after_calls(frame.f_code))
         if count == at:
             sys.settrace(None)
             strike()
@@ -208,12 +223,15 @@ def struck(
         outer: FrameType | None = frame
         while outer is not None and not outer.f_code.co_filename.endswith("simulated.py"):
             outer = outer.f_back
+        frame.f_trace_opcodes = unit == "opcode"
         return line if outer is None and frame.f_code.co_filename.startswith(files) else None
 
     before = sys.gettrace()
     sys.settrace(call)
-    with suppress(KeyboardInterrupt, Interrupted):
+    try:  # noqa: SIM105 (contextlib may be struck)
         work()
+    except (KeyboardInterrupt, Interrupted):
+        pass
     sys.settrace(before)
     return count
 
@@ -288,12 +306,45 @@ def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> 
         work: Callable[[], object] = optimizer.rollback if name == "rollback" else handle.data_ptr
         with torch.set_grad_enabled(enabled):
             was_there = struck(work, at, interrupt) == at
+            _signals.forget()  # what is raised here comes also where no signal does: before the end of a section
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
             del handle, work, model, optimizer
             gc.collect(0)
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
         at += 1 if DEEP else 4
     assert at > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["read", "save"])
+def test_modes_are_as_before_wherever_python_enters_and_leaves_a_manager(name: str) -> None:
+    """Python looks for signals in the middle of a line, too: between a manager's beginning and what it is for."""
+    model = mlp(torch.bfloat16, width=64, layers=1)
+    optimizer = adam(model, moments="8bit", master="24bit")
+    model(batch(1, torch.bfloat16, 64)).float().sum().backward()
+    optimizer.step()
+
+    def work() -> None:
+        try:
+            if name == "save":
+                optimizer.state_dict()
+            else:
+                for entry in optimizer.state.values():
+                    entry.copy()
+        except KeyboardInterrupt:  # whose traceback holds what was interrupted
+            assert torch.is_grad_enabled(), at
+            raise
+
+    expected = state_bits(optimizer)
+    at, files = 1, (contextlib.__file__,)
+    count = struck(work, None, ctrl_c, files, "opcode")
+    while at <= count:
+        struck(work, at, ctrl_c, files, "opcode")
+        gc.collect(0)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (True, False), at
+        at += 1
+    assert at > 50
+    assert state_bits(optimizer) == expected
 
 
 @pytest.mark.slow
