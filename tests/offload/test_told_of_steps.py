@@ -213,8 +213,8 @@ def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatc
     hooks.watch(parameters)
     for one in parameters[1:]:
         one.requires_grad_(True)
-    failing = Failing(monkeypatch, only=lambda hooks, parameter: parameter is parameters[2])
-    failing.method(Hooks, "_hook")
+    failing = Failing(monkeypatch, only=lambda parameter, hook: parameter is parameters[2])
+    failing.method(Tensor, "register_post_accumulate_grad_hook")
     failing.is_armed = True
     for _ in range(3):
         with pytest.raises(PlantedError):

@@ -37,9 +37,6 @@ REASONS = {
     "state.new_values NewValues.settle: self.device.record(Stream.CURRENT).synchronize()": (
         "what was published has an event of its own; this one is for what a program enqueued to its stream"
     ),
-    "state.new_values Shadow.put: device.record_stream(self._memory, Stream.CURRENT)": (
-        "publishing keeps the memory for the same stream again; this is for steps that fail before that"
-    ),
     **dict.fromkeys(
         (
             "state.new_values Shadow.sources: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))",
@@ -89,7 +86,9 @@ NOTICED_BY = {
     ),
     "devices.pinned _settle: event.synchronize()": "tests/devices/test_pinned.py",
     "state.new_values NewValues.stage: self._staged.synchronize()": "tests/offload/test_transfers.py",
-    "state.new_values Shadow.put: device.wait(Stream.CURRENT, event)": "tests/offload/test_transfers.py",
+    "state.new_values Shadow.put: self.new_values.device.wait(Stream.CURRENT, arrived)": (
+        "tests/offload/test_transfers.py"
+    ),
     "state.new_values Patch.send: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))": (
         "tests/offload/test_transfers.py"
     ),
