@@ -72,6 +72,7 @@ def test_an_efficiency_that_is_given_replaces_the_range(folder: str, capsys: pyt
     assert "training fits" in out
     assert re.search(r"of its peak 0\.50a ", out)
     assert "seconds without overlap" in out
+    assert "█" in out
 
 
 def test_what_does_not_fit_ends_with_1_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:

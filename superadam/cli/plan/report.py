@@ -14,6 +14,7 @@ from superadam.cli.plan.answer import Answer, Timing
 from superadam.plan.machines import Kind
 from superadam.plan.memory import MAPPED, RESUMING, SAVING, TRAINING, total
 
+WIDTH = 36  # characters of the picture
 LETTERS = {Kind.EXACT: "", Kind.MEASURED: "m", Kind.PUBLISHED: "p", Kind.ASSUMED: "a"}
 CAUSES = {
     "waited": "waiting for the CPU",
@@ -133,6 +134,20 @@ def time_table(answer: Answer) -> Table:
 
 def _exposed(cause: str, timing: Timing) -> str:
     return f"{getattr(timing.step, cause):.3f}"
+
+
+def picture(timing: Timing) -> list[str]:
+    """Return a step as bars: what the GPU computes, and what the step is longer by."""
+    step = timing.step
+    bars = {"forward, backward": step.clock, **{words: getattr(step, name) for name, words in CAUSES.items()}}
+    longest = max(step.seconds, step.clock)
+    lines, begin = [], 0.0
+    for words, seconds in bars.items():
+        first, last = round(WIDTH * begin / longest), round(WIDTH * min(longest, begin + seconds) / longest)
+        begin += seconds
+        if seconds > 0:
+            lines.append(f"{words:>31} {' ' * first}{'█' * max(1, last - first):<{WIDTH - first}} {seconds:.3f} s")
+    return lines
 
 
 def notes(answer: Answer) -> Iterator[str]:
