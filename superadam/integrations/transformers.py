@@ -24,8 +24,6 @@ from superadam.step.outcome import Statistics
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.training_args import ParallelMode
-
-    from superadam.integrations.planned_memory import check_memory, setting_of
 except ImportError as error:
     raise ImportError(
         f"superadam.integrations.transformers needs transformers ({error}); install superadam[finetune]"
@@ -123,6 +121,8 @@ def _warn_of_memory(trainer: Trainer, storage: dict[str, str]) -> None:
         return
     if not all(parameter.requires_grad for parameter in model.parameters()):
         return  # an adapter
+    from superadam.integrations.planned_memory import check_memory, setting_of  # a plan's modules, for whom it serves
+
     setting = setting_of(arguments, **{"moments": "fp32", "master": "fp32", **storage})
     try:
         check_memory(model.config, setting, torch.cuda.mem_get_info(arguments.device)[1])

@@ -40,6 +40,6 @@ def seconds_of(machine: Machine, format: Format = Format.PLAIN) -> Passes:
 def rates_of(machine: Machine, format: Format = Format.PLAIN) -> Rates:
     """Return the rates that the events of a step are made of."""
     links = (machine.gpu_bandwidth.value, machine.download.value, machine.upload.value)
-    step = machine.step_per_bucket.value  # which takes a core from passes, as all of them compute these
+    step = machine.step_per_bucket.value  # in the training thread, whose core passes lack meanwhile
     worker = machine.worker_per_bucket.value + step / machine.cpu_cores.value
     return Rates(*links, seconds_of(machine, format), worker, step, machine.cpu_bandwidth.value)
