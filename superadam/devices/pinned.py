@@ -13,7 +13,6 @@ import collections
 import ctypes
 import logging
 import mmap
-import os
 import threading
 import weakref
 from collections.abc import Hashable
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from superadam.devices.interface import Event
+from superadam.host import forks
 from superadam.host.memory import gigabytes, lockable_bytes
 
 SLAB_BYTES = 2 << 30  # drivers register huge ranges slowly, or not at all; a slab's end is too short for some buffers
@@ -31,7 +31,7 @@ PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the s
 PORTABLE, MAPPED = 1, 2  # cudaHostRegister...: pinned for every device of the process, and kernels may read it
 
 _logger = logging.getLogger("superadam")
-_left_to_parent: list[mmap.mmap] = []
+_left_pinned: list[mmap.mmap] = []
 
 _Held = dict[Hashable, collections.deque[tuple[Event, Tensor]]]
 
@@ -141,7 +141,7 @@ class Slab:
         # Leases end in any thread at any moment, also while this object is in use: they only append here.
         self._returned: collections.deque[Lease] = collections.deque()
         self._leases: dict[int, Lease] = {}  # by where they begin
-        weakref.finalize(self, _let_go, memory, self._address, registrar, os.getpid()).atexit = False
+        forks.finalize(self, _let_go, memory, self._address, registrar)  # a fork inherits neither mapping nor driver
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return a flat tensor of at least one element, or None where no gap is large enough."""
@@ -165,15 +165,12 @@ def _in_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def _let_go(memory: mmap.mmap, address: int, registrar: Registrar, process: int) -> None:
+def _let_go(memory: mmap.mmap, address: int, registrar: Registrar) -> None:
     """Unregister and unmap what no lease needs any more."""
-    if os.getpid() != process:  # a fork inherited neither mapping nor driver; another mapping may be there now
-        _left_to_parent.append(memory)
-        return
     try:
         registrar.unregister(address)
     except Exception:
-        _left_to_parent.append(memory)  # the device may still write there
+        _left_pinned.append(memory)  # the device may still write there
         _logger.warning("superadam could not unpin %s of host memory; it stays taken", gigabytes(len(memory)))
     else:
         memory.close()
@@ -188,7 +185,7 @@ class PinnedMemory:
         self._slabs: list[Slab] = []
         self._lock = threading.Lock()  # of the slabs and of what is held
         self._held: _Held = {}
-        weakref.finalize(self, _settle, self._held).atexit = False
+        forks.finalize(self, _settle, self._held)
 
     @property
     def size(self) -> int:

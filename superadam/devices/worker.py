@@ -38,6 +38,15 @@ class Worker(abc.ABC):
     def __init__(self, idle: Work) -> None:
         self._idle = idle
         self._error: BaseException | None = None
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked process, which lacks the thread and must not use the device."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
+                "before forking a process that trains on or saves, and make a new one there"
+            )
 
     @property
     @abc.abstractmethod
@@ -82,23 +91,14 @@ class ThreadWorker(Worker):
         self._is_closed = self._is_abandoned = self._has_ended = False
         self._submitted = self._finished = 0  # jobs; each is counted by one thread
         self._is_awaited = False
-        self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
         with deferred_signals():
             self._thread.start()
             atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
-    def _refuse_fork(self) -> None:
-        """Raise RuntimeError in a forked process, which lacks the thread and must not use the device."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
-                "before forking a process that trains on or saves, and make a new one there"
-            )
-
     def submit(self, job: Job) -> None:
         """Add a job, unless an earlier one has failed; raises RuntimeError when closed, or in a forked process."""
-        self._refuse_fork()
+        self.check_process()
         if self._is_closed:
             raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
         if not self._has_ended:
@@ -111,7 +111,7 @@ class ThreadWorker(Worker):
 
     def drain(self) -> None:
         """Wait for every submitted job; raises WorkerError where one failed, and RuntimeError in a forked process."""
-        self._refuse_fork()
+        self.check_process()
         self._is_awaited = True
         try:
             self._wait()

@@ -189,6 +189,7 @@ class Pipeline:
 
         Raises WorkerError if it failed; work that was queued behind the failure is discarded.
         """
+        self.check_process()
         if self._worker.is_idle:
             self._worker.drain()  # raises if it failed
             return
@@ -199,6 +200,10 @@ class Pipeline:
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
         tell("tracing", self._trace.add, "wait for worker", "training", begin, end)
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked process."""
+        self._worker.check_process()
 
     def abandon(self) -> None:
         """Return when the worker is idle, whether or not it failed, and drop its speculation."""

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
+from superadam.host import forks
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -155,8 +155,7 @@ class OffloadScheduler(GradientHolder):
             _end(self._pipeline, owned_device)
             raise
         # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
-        self._end = weakref.finalize(self, _end, self._pipeline, owned_device)
-        self._end.atexit = False
+        self._end = forks.finalize(self, _end, self._pipeline, owned_device)
 
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
@@ -394,6 +393,8 @@ class OffloadScheduler(GradientHolder):
         with self._binding.lock:
             if self._closed:
                 return
+            if self._pipeline is not None:
+                self._pipeline.check_process()
             self._closed = True
             self._hooks.remove()
             try:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from superadam.devices import pinned as pinned_module
 from superadam.devices.pinned import PAGE_BYTES, Gaps, PinnedMemory, PinningError
+from superadam.host import forks
 
 PAGES = 24
 
@@ -306,7 +307,7 @@ def test_a_forked_child_leaves_the_parents_memory_alone():
         tensors.clear()
         gc.collect()
         assert registrar.unregistered == []
-        assert [left.closed for left in pinned_module._left_to_parent[-1:]] == [False]
+        assert not forks._left_to_parent[-1][0].closed
 
     del held
     assert exit_code_of_child(end_everything) == 0

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,31 @@ def test_forked_child_is_told_instead_of_hanging() -> None:
 
         assert exit_code_of_child(in_child, seconds=60) == 0
         optimizer.step()
+
+
+def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes() -> None:
+    """What is under way there copies from and to pinned memory, which a child has not."""
+    ended = []
+    for seed in range(3):
+        device, model = SimulatedDevice(seed, eagerness=0), mlp()
+        scheduler = eager(adam(model), model, device=device)
+        loss_of(model, 0).backward()
+        assert device.accelerator.blocks
+
+        def in_child(*, closes: bool) -> None:
+            nonlocal scheduler, model
+            if closes:
+                with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
+                    scheduler.close()
+            del scheduler, model
+            gc.collect()
+
+        assert exit_code_of_child(partial(in_child, closes=True), seconds=60) == 0
+        assert exit_code_of_child(partial(in_child, closes=False), seconds=60) == 0
+        ended.append(weakref.ref(scheduler))
+        del scheduler, model, in_child
+        gc.collect()
+    assert [end() for end in ended] == [None] * 3
 
 
 @pytest.mark.slow
