@@ -5,6 +5,7 @@
 - Memory is filled with NaN when it is allocated. That of the device is filled again when it is dropped, in the order of
   its stream and once the streams have passed that it was recorded for.
 - Only registered memory of the host is pinned: copies from and to other memory wait.
+- A forked process can wait for nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +146,7 @@ class SimulatedAccelerator:
         self.first = self.Stream()  # of the model
         self._freed: collections.deque[Lease] = collections.deque()  # appended to in any thread, at any moment
         self._local = threading.local()
+        self._process = os.getpid()
 
     # ---- as torch.cuda -----------------------------------------------------------------------------------------------
 
@@ -195,6 +198,8 @@ class SimulatedAccelerator:
 
     def run_one(self) -> bool:
         """Run something that may run; return whether there was anything."""
+        if os.getpid() != self._process:
+            raise RuntimeError("the simulated device belongs to the process that this one was forked from")
         with deferred_signals(), self.lock:  # signals do not interrupt a device
             self.collect()
             if self.random.random() < self.shuffled:
