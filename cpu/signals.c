@@ -17,6 +17,7 @@ static PyObject *numbers[_NSIG];
 static PyObject *note;
 static PyObject *replaced[_NSIG]; /* the handlers that `note` stands for */
 static PyObject *due;             /* a list of arguments: of the handlers that are to run at the end */
+static Py_ssize_t earlier;        /* of those, how many a section that is being left is still to call */
 static int depth;                 /* of sections inside one another, of which the outermost counts */
 static unsigned ended;            /* sections */
 
@@ -69,6 +70,7 @@ static PyObject *replace(int number, PyObject *from, PyObject *to, PyObject **er
 /* Puts handlers back, calls those that are due, and raises what any of them has raised; `error` was raised before. */
 static PyObject *leave(PyObject *error, PyObject *handled)
 {
+    const Py_ssize_t first = earlier; /* a handler, or what it lets go of, may enter a section of its own */
     depth = 0;
     ended++;
     for (int number = 1; number < _NSIG; number++) {
@@ -83,9 +85,9 @@ static PyObject *leave(PyObject *error, PyObject *handled)
         Py_DECREF(handler);
         Py_CLEAR(replaced[number]);
     }
-    while (PyList_Size(due) > 0) {
-        PyObject *arguments = Py_NewRef(PyList_GetItem(due, 0));
-        PyList_SetSlice(due, 0, 1, NULL);
+    while (PyList_Size(due) > first) {
+        PyObject *arguments = Py_NewRef(PyList_GetItem(due, first));
+        PyList_SetSlice(due, first, first + 1, NULL);
         const int number = (int)PyLong_AsLong(PyTuple_GetItem(arguments, 0));
         PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, numbers[number],
                                                          NULL); /* the one that was called last may set it */
@@ -110,6 +112,7 @@ static PyObject *enter(PyObject *self, PyObject *nothing)
 {
     (void)self, (void)nothing;
     if (depth == 0) {
+        const Py_ssize_t size = PyList_Size(due);
         PyObject *error = NULL, *handled = PyErr_GetHandledException();
         unsigned before = ended - 1;
         while (before != ended && !error) { /* again where a handler's own section has put all back */
@@ -118,6 +121,7 @@ static PyObject *enter(PyObject *self, PyObject *nothing)
                 if (!replaced[number])
                     replaced[number] = replace(number, NULL, note, &error);
         }
+        earlier = size;
         if (error)
             return leave(error, handled);
         Py_XDECREF(handled);

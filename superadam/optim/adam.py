@@ -391,8 +391,8 @@ class SpeculativeCPUAdam(Optimizer):
         """Let `state_dict()` return `Encoded` stand-ins, inside, of what would have to be decoded."""
         with self._binding.lock:
             published = self._binding.published
-            published.stays_encoded = True
             try:
+                published.stays_encoded = True
                 yield
             finally:
                 published.stays_encoded = False

@@ -250,6 +250,31 @@ def test_a_handler_may_do_as_it_likes():
         assert (left, set(handlers.seen)) == (0, set(SOME))
 
 
+def test_a_section_of_what_a_handler_lets_go_of_takes_no_errors_along(monkeypatch):
+    """A finalizer's errors are lost, and the collector may run one at any moment."""
+
+    class Finalized:
+        def __del__(self):
+            in_section(partial(signal.raise_signal, signal.SIGPROF))
+
+    order = [number for number in SOME if number != signal.SIGPROF]
+    kept = [Finalized(), Finalized()]
+    lost = []
+
+    def then(number):
+        if number == signal.SIGPROF:
+            lost.append(number)
+        elif kept:
+            kept.pop()
+        raise PlantedError(number)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: lost.append(chain(told.exc_value)[0]))
+    with Handlers(then=then), pytest.raises(PlantedError) as caught:
+        in_section(lambda: [signal.raise_signal(number) for number in order])
+    assert chain(caught.value) == order[::-1]
+    assert lost == [signal.SIGPROF] * 4  # the call, and its error
+
+
 def test_a_section_defers_all_although_handlers_had_their_own_while_it_began():
     """Each of those has put handlers back; the next one is due while half of them are replaced again."""
     left = 10
