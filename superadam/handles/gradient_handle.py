@@ -114,16 +114,17 @@ class GradientHandle(torch.Tensor):
         return super().untyped_storage() if is_tracing() else _memory(self).untyped_storage()
 
     def __copy__(self) -> Tensor:
-        given = _memory(self)
-        return given.detach().requires_grad_(given.requires_grad)
+        return _memory(self).detach().requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if self.grad_fn is not None:  # as in torch, which refuses it
+            return self.as_subclass(Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
         if id(self) not in memo:
             memo[id(self)] = _value(self).detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = _memory(self) if self.taken.given is not None else _value(self).detach().clone()
+        whole = self.__copy__() if self.taken.given is not None else _value(self).detach().clone()
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -159,10 +160,11 @@ def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
 
 
 def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
-    """Make a method work on an ordinary tensor."""
+    """Make a method work on an ordinary tensor, which has the handle's graph."""
 
     def method(self: GradientHandle, *args: Any, **kwargs: Any) -> Any:
-        return getattr(ordinary(self), name)(*args, **kwargs)
+        graph = self.grad_fn is not None
+        return getattr(self.as_subclass(Tensor) if graph else ordinary(self), name)(*args, **kwargs)
 
     setattr(GradientHandle, name, method)
 
@@ -172,7 +174,8 @@ def _return_gradient_from(name: str) -> None:
 
     def method(self: GradientHandle, other: Any) -> Any:
         result = getattr(torch.Tensor, name)(self, other)
-        return _memory(self) if result is self and self.taken.given is not None else result
+        is_plain = result is self and self.taken.given is not None and self.grad_fn is None
+        return _memory(self) if is_plain else result
 
     setattr(GradientHandle, name, method)
 
@@ -234,10 +237,14 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for handle in read:
             _memory(handle)
         return _run(operation, args, kwargs)
+    has_graph = torch.is_grad_enabled() and any(it.requires_grad for it in tensors_in((args, kwargs)))
     for handle in _handles_at(written, args, kwargs):
         given = _memory(handle)
         if not given.is_inference():
             torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
+        parameter: Any = handle.taken.parameter
+        if has_graph and parameter is not None and parameter.grad is handle.taken.given:
+            parameter.grad = handle  # which autograd gives the graph
     return map_tensors(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
 
 

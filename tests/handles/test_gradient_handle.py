@@ -206,6 +206,12 @@ def _graph_of_edited(parameter: Any) -> None:
         graph.backward()
 
 
+def _through_graph(p: Tensor, multiply: Callable[[Tensor, Tensor], object]) -> Any:
+    factor = torch.full_like(p, 0.5).detach().requires_grad_()
+    multiply(p.grad, factor)
+    return p.grad.requires_grad, torch.autograd.grad(p.grad.sum(), factor, retain_graph=True)
+
+
 def _requiring_grad(parameter: Any) -> list[Tensor]:
     held = parameter.grad
     held.requires_grad_(True)
@@ -317,8 +323,8 @@ READ: dict[str, Operation] = {
     "out": lambda p, held: torch.add(p.grad, 1, out=torch.empty_like(p, requires_grad=False)),
     "empty_like": lambda p, held: torch.empty_like(p.grad).stride(),
     "tolist": lambda p, held: p.grad.tolist(),
-    "repr": lambda p, held: repr(p.grad),
-    "format": lambda p, held: f"{p.grad}" if p.dim() else f"{p.grad:.3f} {float(p.grad)}",
+    "repr": lambda p, held: repr(p.grad).split("grad_fn")[0],  # which an alias has as well
+    "format": lambda p, held: f"{p.grad}".split("grad_fn")[0] if p.dim() else f"{p.grad:.3f} {float(p.grad)}",
     "deepcopy": lambda p, held: copy.deepcopy(p.grad),
     "deepcopy list": lambda p, held: copy.deepcopy([p.grad, p.grad]),
     "pickle": lambda p, held: pickle.loads(pickle.dumps([p.grad, p.grad])),
@@ -365,7 +371,9 @@ WRITTEN: dict[str, Operation] = {
     "apply": lambda p, held: p.grad.apply_(lambda a: a + 1),
     "map": lambda p, held: p.grad.map_(p.detach(), lambda a, b: a + b),
     "mul complex": lambda p, held: p.grad.mul_(1j),
-    "mul with a graph": lambda p, held: (p.grad.mul_(p.grad.norm().requires_grad_()), p.grad.detach_())[0],
+    "mul with a graph": lambda p, held: _through_graph(p, lambda gradient, factor: gradient.mul_(factor)),
+    "*= with a graph": lambda p, held: _through_graph(p, lambda gradient, factor: _inplace(p, operator.imul, factor)),
+    "without the graph": lambda p, held: _returns(p.grad, lambda g: g.detach_()),
     "mul another": lambda p, held: _by_another(p),
     "unscale by fp64": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
         [p.grad], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
@@ -436,7 +444,7 @@ def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place
         for parameter, held in ((ours, held_ours), (theirs, held_theirs)):
             try:
                 results.append(bits(OPERATIONS[name](parameter, held)))
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, IndexError) as error:
                 results.append(str(error))
         assert results[0] == results[1], name
         assert bits(ours.grad) == bits(theirs.grad), name

@@ -414,6 +414,19 @@ def hessian_vector_product_after_backward(run: Graph) -> None:
     parameters[0].grad = parameters[0].grad + 0.01 * products[0]
 
 
+@shape(mlp, speculates=False)
+def graph_on_the_gradients(run: Graph) -> None:
+    """Learned scales, whose own gradients are those of a loss on the gradients that they have scaled."""
+    parameters = list(run.model.parameters())
+    scales = [torch.full_like(parameter, 0.5, requires_grad=True) for parameter in parameters]
+    loss(run.model(run.inputs())).backward()
+    for parameter, scale in zip(parameters, scales, strict=True):
+        parameter.grad.mul_(scale)  # type: ignore[union-attr]
+        parameter.grad *= scale.sum()
+    products = torch.autograd.grad(sum(parameter.grad.square().sum() for parameter in parameters), scales)  # type: ignore[union-attr,arg-type]
+    run.kept.setdefault("products", []).append([product.float().sum().item() for product in products])
+
+
 # ---- several backwards ----------------------------------------------------------------------------------------------
 
 
