@@ -69,7 +69,8 @@ class GradientHandle(torch.Tensor):
         return handle
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch_private.uncompiled  # as DTensor's
+    def __torch_dispatch__(
         cls, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
