@@ -86,7 +86,12 @@ def save_fp32(
             name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
             places |= dict.fromkeys(content, name)
             # All ranks take part in each tensor, and the first one keeps it.
-            whole = {key: tensor for key, each in content.items() for tensor in [_whole(*each)] if ranks.rank == 0}
+            whole = {
+                key: tensor
+                for key, each in content.items()
+                for tensor in [ranks.run(functools.partial(_whole, *each))]
+                if ranks.rank == 0
+            }
             ranks.on_first(functools.partial(save_file, whole, part / name, {"format": "pt"}))
             whole.clear()  # before there is another one
 

@@ -192,6 +192,28 @@ def test_names_are_those_of_the_model_that_is_wrapped(tmp_path):
     Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
 
 
+def masters_without_memory(rank: int, folder: str) -> None:
+    model, optimizer = training(is_sharded=True)
+    deepspeed.load(DATA / "zero3-2", model, optimizer)
+    gather, left = fp32_weights._whole, [3]
+
+    def gather_some(*arguments: Any) -> torch.Tensor:
+        tensor = gather(*arguments)
+        left[0] -= 1
+        if left[0] == rank == 0:
+            raise MemoryError("planted")
+        return tensor
+
+    fp32_weights._whole = gather_some
+    with pytest.raises(CheckpointError, match=r"MemoryError: planted \(on rank 0\); nothing was written"):
+        deepspeed.save_fp32(folder, model, optimizer)
+    assert os.listdir(Path(folder).parent) == []
+
+
+def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(tmp_path):
+    run(masters_without_memory, 2, folder=str(tmp_path / "model"))
+
+
 def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer = training(master="24bit", moments="bf16")
