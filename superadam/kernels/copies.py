@@ -65,6 +65,6 @@ def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what lies in its memory: strided, of no subclass, not quantized, conjugated or negated."""
+    """Whether a tensor is what lies in its memory: strided, no subclass, nested, quantized, conjugated or negated."""
     is_ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return is_ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return is_ordinary and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())

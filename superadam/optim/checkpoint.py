@@ -16,6 +16,7 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.host.mapped_files import MappedFiles
+from superadam.kernels.copies import is_plain
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
 from superadam.kernels.memory import has_memory
@@ -260,6 +261,8 @@ def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles)
 def _cast(value: Any, parameter: Tensor) -> Any:
     """Return what others keep, with copies of tensors that have dtype and device of the parameter, as in torch."""
     if isinstance(value, Tensor):
+        if is_plain(value) and not has_memory(value):
+            raise ValueError("the state dict holds a tensor without memory, expected its values; it is damaged")
         dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
         return value.to(parameter.device, dtype, copy=True)
     if isinstance(value, dict):

@@ -25,7 +25,7 @@ from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.places import VERSION, places_of
 from superadam.kernels.torch_private import dtensor_like
 from superadam.state import compact
-from superadam.state.storage import Master, Moments
+from superadam.state.storage import Master, Moments, dense
 from superadam.state.storage import Storage as Storage
 from superadam.state.uncertain import NARROWER, Listed
 
@@ -164,14 +164,10 @@ def piece_length(parameter: Tensor, most: int | None) -> int:
     with gaps in its memory is one piece.
     """
     numel = parameter.numel()
-    if most is None or numel <= max(most, native.CHUNK) or parameter.stride() != _dense_strides(parameter):
+    if most is None or numel <= max(most, native.CHUNK) or parameter.stride() != dense(parameter).stride():
         return numel
     count = -(-numel // max(most, native.CHUNK))
     return native.CHUNK * -(-numel // (native.CHUNK * count))
-
-
-def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    return torch.empty_like(parameter, device="meta").stride()
 
 
 class Piece:
@@ -275,7 +271,8 @@ class ParameterState(Piece):
         check_parameter(parameter, name)
         local = shards.local_of(parameter)
         dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-        super().__init__(weakref.ref(self), 0, local.shape, _dense_strides(local), dtype, local.dtype)
+        layout = dense(local)
+        super().__init__(weakref.ref(self), 0, local.shape, layout.stride(), dtype, local.dtype)
         self.row, self.parameter, self.local, self.name = row, parameter, local, name
         self.is_distributed = local is not parameter
         on_host = local.is_cpu if is_on_host is None else is_on_host
@@ -283,7 +280,7 @@ class ParameterState(Piece):
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.storage = storage.of(local)
         self.format = self.storage.format
-        self.first_threshold = shards.first_position(parameter) % compact.BLOCK if local.is_contiguous() else 0
+        self.first_threshold = shards.first_position(parameter) % compact.BLOCK if layout.is_contiguous() else 0
         self.encodings: dict[str, compact.Encoding] = {}
         if self.storage.moments is Moments.CODES:
             self.encodings |= {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ}

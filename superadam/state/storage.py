@@ -33,6 +33,11 @@ class Master(enum.Enum):
     PLANES = "24bit"
 
 
+def dense(parameter: Tensor) -> Tensor:
+    """Return a tensor in the layout of a parameter's state, in the order of the parameter; it has no memory."""
+    return torch.empty_like(parameter, device="meta")
+
+
 class Storage(NamedTuple):
     """How the state of an optimizer is stored."""
 
@@ -42,13 +47,13 @@ class Storage(NamedTuple):
     def of(self, parameter: Tensor) -> Storage:
         """Return how the state of a parameter, this rank's part of it, is stored.
 
-        Moments of 8 bits are for contiguous parameters of two dimensions or more whose last one is whole blocks; shards
-        of their rows consist of whole blocks, too. Others have bf16 ones. Masters of 24 bits are for working copies of
-        16 bits.
+        Moments of 8 bits are for parameters of two dimensions or more, in order in memory, whose last one is whole
+        blocks; shards of their rows consist of whole blocks, too. Others have bf16 ones. Gaps in memory change nothing,
+        as copies have none. Masters of 24 bits are for working copies of 16 bits.
         """
         if parameter.dtype == torch.float64:
             return Storage()
-        is_whole = parameter.dim() > 1 and parameter.is_contiguous() and parameter.shape[-1] % compact.BLOCK == 0
+        is_whole = parameter.dim() > 1 and dense(parameter).is_contiguous() and parameter.shape[-1] % compact.BLOCK == 0
         is_refused = self.moments is Moments.CODES and not is_whole
         is_narrow = parameter.dtype in NARROWER
         return Storage(Moments.BFLOAT16 if is_refused else self.moments, self.master if is_narrow else Master.FLOAT32)

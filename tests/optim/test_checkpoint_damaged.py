@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, train, visible
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.state.parameter import differing
@@ -329,3 +329,12 @@ def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad
     optimizer.state_dict()
     if not is_foreign(saved):  # which need not be something that can be copied
         copy.deepcopy(optimizer)
+
+
+def test_a_foreign_tensor_without_memory_is_refused():
+    optimizer = make(SpeculativeCPUAdamW, torch.float32)
+    train(optimizer, 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["ema"] = _freed(torch.ones(8, 16))
+    with refused(optimizer, ValueError, "a tensor without memory"):
+        optimizer.load_state_dict(saved)

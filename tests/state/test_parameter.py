@@ -1,5 +1,6 @@
 """One parameter: which can be held, which gradients fit, every layout, and parameters that kernels cannot reach."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -188,6 +189,25 @@ def test_each_step_is_a_new_version_of_its_parameter(dtype: torch.dtype) -> None
         train(optimizer, seed, speculative=is_speculative)
         versions.append(one._version)
     assert versions == [versions[0] + count for count in range(5)]
+
+
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: t[:, :64], lambda t: t[:64].t(), lambda t: t[::2]])
+def test_a_copy_stores_its_moments_as_the_original(make: Callable[[Tensor], Tensor]) -> None:
+    """Also of a parameter with gaps in its memory, which copies lose."""
+    original = torch.nn.Parameter(make(torch.randn(128, 128)))
+    optimizer = trained(SpeculativeCPUAdam([original], moments="8bit"), [1, 2])
+    other = copy.deepcopy(optimizer)
+    for one in (optimizer, other):
+        train(one, 3)
+    shown = [
+        [
+            bits(tensor)
+            for parameter, entry in one.state.items()
+            for tensor in (parameter, entry["exp_avg"], entry["exp_avg_sq"])
+        ]
+        for one in (optimizer, other)
+    ]
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])

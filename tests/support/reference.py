@@ -83,7 +83,7 @@ def form_of(tensor: Tensor, moments: str, master: str) -> Format:
     """Return how the state of a parameter is stored, for which not every argument of the optimizer holds."""
     if tensor.dtype == torch.float64:
         return Format.PLAIN
-    has_blocks = tensor.ndim > 1 and tensor.shape[-1] % 64 == 0 and tensor.is_contiguous()
+    has_blocks = tensor.ndim > 1 and tensor.shape[-1] % 64 == 0 and torch.empty_like(tensor).is_contiguous()
     form = Format.MASTER_24BIT if master == "24bit" and tensor.dtype != torch.float32 else Format.PLAIN
     if moments == "8bit" and has_blocks:
         return form | Format.MOMENTS_8BIT
