@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -409,6 +409,12 @@ class OffloadScheduler(GradientHolder):
                 tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
                 self._binding.detach(self.optimizer.param_groups)
                 self._end()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an OffloadScheduler cannot be copied or pickled, because its worker belongs to one process; copy the "
+            "optimizer and the model, and make a scheduler for the copies"
+        )
 
     def __enter__(self) -> Self:
         return self

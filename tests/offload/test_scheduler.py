@@ -7,6 +7,7 @@ import copy
 import gc
 import json
 import math
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -314,10 +315,13 @@ def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, h
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
     model = mlp()
     optimizer = adam(model)
-    with OffloadScheduler(optimizer, model):
+    with OffloadScheduler(optimizer, model) as scheduler:
         threads = threading.active_count()
         with pytest.raises(RuntimeError, match=r"has a scheduler already; close\(\) it"):
             OffloadScheduler(optimizer, model)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled, because its worker"):
+                copied(scheduler)
         assert threading.active_count() == threads
         train(model, optimizer, range(2))
     OffloadScheduler(optimizer, model).close()
