@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from superadam.host import forks
+
 
 def synchronize(path: Path) -> None:
     """Return once a file, or the names in a folder, are on the disk; raises OSError."""
@@ -31,12 +33,13 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     A process that is killed meanwhile leaves a file of another name behind, which the next call removes. Raises OSError
     if writing fails; the older file is then as it was.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{os.getpid()}.part")
+    own = os.getpid()
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{own}.part")
     if path.exists() and not path.is_file():  # /dev/null would be gone
         raise OSError(f"{path} is no regular file, expected one, or none; name another path")
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         process = left.name.split(".")[-2]
-        is_own = process == str(os.getpid()) and left.name not in _written  # of an earlier process of this number
+        is_own = process == str(own) and left.name not in _written  # of an earlier process of this number
         if is_own or (process.isdecimal() and not Path("/proc", process).exists()):
             left.unlink(missing_ok=True)
     _written.add(part.name)
@@ -47,7 +50,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        forks.call_in(own, part.unlink, True)
         _written.discard(part.name)
     synchronize(path.parent)  # the new name
 
