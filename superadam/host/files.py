@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from superadam.host import forks
 
 
 def synchronize(path: Path) -> None:
@@ -21,19 +24,25 @@ def synchronize(path: Path) -> None:
         os.close(descriptor)
 
 
+_written: set[str] = set()  # names of files that threads of this process are writing
+
+
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replace `path` by what `write` writes to a binary file, in one step: after a power cut it is one or the other.
 
     A process that is killed meanwhile leaves a file of another name behind, which the next call removes. Raises OSError
     if writing fails; the older file is then as it was.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    own = os.getpid()
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{own}.part")
     if path.exists() and not path.is_file():  # /dev/null would be gone
         raise OSError(f"{path} is no regular file, expected one, or none; name another path")
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         process = left.name.split(".")[-2]
-        if left == part or (process.isdecimal() and not Path("/proc", process).exists()):
+        is_own = process == str(own) and left.name not in _written  # of an earlier process of this number
+        if is_own or (process.isdecimal() and not Path("/proc", process).exists()):
             left.unlink(missing_ok=True)
+    _written.add(part.name)
     try:
         with part.open("x+b") as file:
             write(file)
@@ -41,7 +50,8 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        forks.call_in(own, part.unlink, True)
+        _written.discard(part.name)
     synchronize(path.parent)  # the new name
 
 

@@ -15,12 +15,13 @@ def finalize(owner: object, function: Callable[..., object], *arguments: Any) ->
 
     The end of the interpreter does not call it either.
     """
-    result = weakref.finalize(owner, _call, os.getpid(), function, arguments)
+    result = weakref.finalize(owner, call_in, os.getpid(), function, *arguments)
     result.atexit = False
     return result
 
 
-def _call(process: int, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+def call_in(process: int, function: Callable[..., object], *arguments: Any) -> None:
+    """Call a function in this process; another one keeps the arguments."""
     if os.getpid() == process:
         function(*arguments)
     else:

@@ -37,8 +37,8 @@ class MappedFiles:
             return
         begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:  # a kernel that cannot leaves the pages where they are, to be reclaimed when memory is short
-            _madvise(begin, end - begin, _PAGE_OUT)
+            madvise(begin, end - begin, _PAGE_OUT)
 
 
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+madvise = ctypes.CDLL(None).madvise
+madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -35,13 +35,17 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def start(work: Callable[[], object], context: AbstractContextManager[object]) -> None:
-    """Run this in a context, in a thread for whose end the interpreter waits; at once where no thread can start."""
+    """Run this in a context, in a thread for whose end the interpreter waits; at once where none can start.
+
+    While it ends, the interpreter waits for no other threads than it did before.
+    """
     global _under_way
     result = _under_way = Future[None]()
-    try:
-        threading.Thread(target=_run, args=(work, context, result), name="superadam-save").start()
-    except RuntimeError:
-        _run(work, context, result)
+    with suppress(RuntimeError):
+        if threading.main_thread().is_alive():
+            threading.Thread(target=_run, args=(work, context, result), name="superadam-save").start()
+            return
+    _run(work, context, result)
 
 
 def _run(work: Callable[[], object], context: AbstractContextManager[object], result: Future[None]) -> None:

@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from superadam.host import forks
 from superadam.host.files import locked, replace_file, synchronize
 
 FORMAT = 2  # in every manifest; a later layout gets the next number
@@ -110,7 +111,7 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     number = 1 + max(map(_number, _checkpoints(folder)), default=0)
     part = _part_of(folder / f"save-{number:08}")
     part.mkdir()
-    stack.callback(shutil.rmtree, part, ignore_errors=True)
+    stack.callback(forks.call_in, os.getpid(), shutil.rmtree, part, True)
     return part
 
 

@@ -128,7 +128,7 @@ def save(
             "earlier ones are as they were",
         )
         checkpoint = _NewCheckpoint(ranks, optimizer, steps, keep, stack, is_copied=not wait)
-        checkpoint.begin(Path(folder).absolute(), model, extra)
+        checkpoint.begin(folder, model, extra)
         checkpoint.plan()
         if wait:
             return checkpoint.finish()
@@ -214,7 +214,7 @@ class _NewCheckpoint:
     stack: ExitStack  # when it ends, the checkpoint was published, or nothing is left of it
     is_copied: bool  # training goes on before it is written
 
-    def begin(self, folder: Path, model: nn.Module, extra: object) -> None:
+    def begin(self, folder: str | os.PathLike[str], model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
         def read() -> None:
@@ -230,7 +230,9 @@ class _NewCheckpoint:
 
         self.ranks.run(read)
         self._states = _descent.setdefault(self.optimizer, set())
-        self.part = self.ranks.on_first(lambda: checkpoint_folder.begin(folder, self.stack, self._states))
+        self.part = self.ranks.on_first(
+            lambda: checkpoint_folder.begin(Path(folder).absolute(), self.stack, self._states)
+        )
         self.ranks.require_shared(self.part)
 
     def plan(self) -> None:

@@ -192,9 +192,10 @@ def get_num_threads() -> int:
     global _num_threads
     if _num_threads is None:
         text = os.environ.get("SUPERADAM_THREADS")
-        if text is not None and not (text.isdecimal() and int(text) > 0):
+        if text is not None and not (text.isdecimal() and len(text) < 10 and int(text) > 0):
             raise ValueError(
-                f"SUPERADAM_THREADS is {text!r}; expected a positive integer; unset it for one thread per CPU"
+                f"SUPERADAM_THREADS is {text!r}; expected a positive integer of at most 9 digits; unset it for "
+                "one thread per CPU"
             )
         _num_threads = int(text) if text else len(cores.share(Host()))
     return _num_threads
@@ -207,8 +208,8 @@ def set_num_threads(count: int) -> None:
         ValueError: `count` is not a positive integer.
     """
     global _num_threads
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"the number of threads is {count!r}; expected an integer of at least 1")
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < 10**9:
+        raise ValueError(f"the number of threads is {count!r}; expected an integer of at least 1, and at most 9 digits")
     _num_threads = count
 
 

@@ -189,7 +189,6 @@ class Pipeline:
 
         Raises WorkerError if it failed; work that was queued behind the failure is discarded.
         """
-        self.check_process()
         if self._worker.is_idle:
             self._worker.drain()  # raises if it failed
             return

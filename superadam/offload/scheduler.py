@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +166,7 @@ class OffloadScheduler(GradientHolder):
         with self._binding.lock:
             if self._closed:  # meanwhile, by another thread
                 return
+            self._check_process()
             self._backward_began = self._backward_began or begin
             try:
                 made = self._device.mark_ready(parameter)  # now, on the stream that made it, whenever it is taken
@@ -215,11 +216,16 @@ class OffloadScheduler(GradientHolder):
             self._bucketer.take_from(transaction.table.states)
             self._hooks.watch(transaction.table.parameters)
 
+    def _check_process(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.check_process()
+
     def _catch_up(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
         begin = time.perf_counter()
+        self._check_process()
         self._take_waiting()
         if self._pipeline is not None:
             for bucket in self._bucketer.rest():
@@ -385,6 +391,7 @@ class OffloadScheduler(GradientHolder):
 
         Unawaited uploads end when they are first seen complete.
         """
+        self._check_process()
         self._transfers.trace_arrived()
         self.trace.write(path)
 
@@ -393,8 +400,7 @@ class OffloadScheduler(GradientHolder):
         with self._binding.lock:
             if self._closed:
                 return
-            if self._pipeline is not None:
-                self._pipeline.check_process()
+            self._check_process()
             self._closed = True
             self._hooks.remove()
             try:
@@ -404,8 +410,20 @@ class OffloadScheduler(GradientHolder):
                 self._binding.detach(self.optimizer.param_groups)
                 self._end()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an OffloadScheduler cannot be copied or pickled, because its worker belongs to one process; copy the "
+            "optimizer and the model, and make a scheduler for the copies"
+        )
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self._check_process()
+        except RuntimeError:
+            if kind is None:
+                raise
+            return  # a forked process ends, as by sys.exit()
         self.close()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,7 @@ from superadam.step.gradients import StepGradients, hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
 
 _NOTHING = nullcontext()
+_FORKED_SECONDS = 1.0  # for which a forked process waits for another of its own threads
 _Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
 
 
@@ -87,10 +89,23 @@ class Transaction:
         self.expected_scale = 1.0
         self.ranks = ranks
         self._samples = Samples(table)
-        self.lock = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
         self._members: dict[Phase, dict[Piece, None]] = {phase: {} for phase in Phase}
         for piece in pieces_of(table.states):
             self._members[piece.phase][piece] = None
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Raises RuntimeError in a process that was forked while another thread held it."""
+        if os.getpid() != self._process:
+            if not self._lock.acquire(timeout=_FORKED_SECONDS):
+                raise RuntimeError(
+                    "this process was forked while another thread was inside a step of the optimizer, half of which "
+                    "may be made here; fork while no other thread calls it, or load what was saved into a new one"
+                )
+            self._process = os.getpid()
+            self._lock.release()
+        return self._lock
 
     def in_phase(self, phase: Phase) -> list[Piece]:
         """Return the pieces in this phase, in the order in which they entered it."""

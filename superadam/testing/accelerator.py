@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import mmap
 import os
 import random
 import threading
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from superadam.devices.interface import ChunkSums
 from superadam.devices.pinned import Lease
 from superadam.gpu import Backend
+from superadam.host.mapped_files import madvise
 from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
@@ -187,6 +189,7 @@ class SimulatedAccelerator:
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         self.registered[address] = size
+        madvise(address, size, mmap.MADV_DOFORK)  # else a child that reads there is killed
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802

@@ -90,6 +90,37 @@ def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*other, "file"])
 
 
+def test_file_that_is_replaced_while_it_is_replaced_has_all_of_one(tmp_path):
+    path = tmp_path / "file"
+
+    def write(file):
+        file.write(b"ou")
+        replace_file(path, lambda other: other.write(b"inner"))  # as another thread
+        assert path.read_bytes() == b"inner"
+        file.write(b"ter")
+
+    replace_file(path, write)
+    assert path.read_bytes() == b"outer"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_forked_child_that_leaves_the_call_deletes_nothing(tmp_path):
+    process = os.getpid()
+
+    def write(file):
+        child = os.fork()
+        if child == 0:
+            raise KeyboardInterrupt
+        assert os.waitpid(child, 0)[1] == 0
+        file.write(b"newer")
+
+    try:
+        replace_file(tmp_path / "file", write)
+    except KeyboardInterrupt:
+        os._exit(os.getpid() == process)
+    assert (tmp_path / "file").read_bytes() == b"newer"
+
+
 def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import gc
 import io
+import operator
 import os
 import resource
 import signal
@@ -610,12 +613,12 @@ def test_failure_is_raised_at_the_next_call_and_training_goes_on(tmp_path):
     assert load(tmp_path, model, optimizer) == "older"
 
 
-def end_during_a_save(rank: int, folder: Path) -> None:
+def end_during_a_save(rank: int, folder: Path, calls: Callable[..., object] = operator.call) -> None:
     distributed.destroy_process_group()
     model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
     load(folder, model, optimizer)
     train(model, optimizer, 1)
-    save(folder, model, optimizer, extra="the last", wait=False)
+    calls(functools.partial(save, folder, model, optimizer, extra=f"the last, by {calls.__name__}", wait=False))
 
 
 @pytest.mark.slow
@@ -639,5 +642,6 @@ def test_save_that_is_killed_leaves_a_whole_one_and_the_interpreter_ends_when_th
     for seed in range(step + 1):
         train(*pair, 1, seed=seed)
     assert content(*loaded) == content(*pair)
-    assert run_apart(end_during_a_save, 1, [{"folder": folder}]) == [[Ending(None, 0)]]
-    assert load(folder, *loaded) == "the last"
+    for calls in (operator.call, atexit.register):
+        assert run_apart(end_during_a_save, 1, [{"folder": folder, "calls": calls}]) == [[Ending(None, 0)]]
+        assert load(folder, *loaded) == f"the last, by {calls.__name__}"

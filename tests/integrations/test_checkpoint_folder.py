@@ -129,6 +129,14 @@ def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path):
     assert names(tmp_path) == sorted([*others, ".lock", "latest", "save-00000002"])
 
 
+def test_forked_child_that_leaves_a_save_of_its_parent_deletes_nothing(tmp_path):
+    with ExitStack() as stack:
+        part = begin(tmp_path, stack, {None})
+        assert exit_code_of_child(stack.close) == 0
+        assert part.exists()
+    assert not part.exists()
+
+
 def test_save_under_way_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.3)
     with ExitStack() as stack:

@@ -1,5 +1,6 @@
 """`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
 
+import contextlib
 import os
 import re
 import resource
@@ -307,6 +308,12 @@ def test_nothing_there_is_refused(pair, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
         save(tmp_path / "file", *pair)
+    (tmp_path / "gone").mkdir()
+    with contextlib.chdir(tmp_path / "gone"):
+        (tmp_path / "gone").rmdir()
+        for call in (load, save):
+            with pytest.raises(CheckpointError, match="run: FileNotFoundError: "):
+                call("run", *pair)
 
 
 UNSAVEABLE = "extra or a parameter group holds an object, expected numbers"

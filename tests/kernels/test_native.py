@@ -204,14 +204,14 @@ def test_the_default_is_a_thread_for_each_cpu():
 
 
 @pytest.mark.usefixtures("_fresh_choices")
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "", "2147483648"])
 def test_a_bad_number_of_threads_in_the_environment_raises(text, monkeypatch):
     monkeypatch.setenv("SUPERADAM_THREADS", text)
     with pytest.raises(ValueError, match=f"SUPERADAM_THREADS is '{text}'; expected a positive integer"):
         native.get_num_threads()
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.0, True, "2", None])
+@pytest.mark.parametrize("count", [0, -1, 1.0, True, "2", None, 1 << 31])
 def test_a_bad_number_of_threads_raises(count):
     before = native.get_num_threads()
     with pytest.raises(ValueError, match="expected an integer of at least 1"):

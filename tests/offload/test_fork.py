@@ -59,20 +59,27 @@ def test_child_goes_on_where_its_parent_was(phase: str) -> None:
 
 
 def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
-    """One that was inside a call of the optimizer."""
+    """One that was inside a call of the optimizer: nothing reads what may be half a step."""
     optimizer = SpeculativeCPUAdamW([parameter(3)])
+    train(optimizer, 0)
     is_inside, may_leave = threading.Event(), threading.Event()
 
     def stay_inside() -> None:
-        with optimizer._binding.lock:
+        with optimizer._binding.lock, optimizer._binding._transaction.lock:
             is_inside.set()
             may_leave.wait(60)
+
+    def use() -> None:
+        optimizer.zero_grad()
+        for call in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(RuntimeError, match="forked while another thread was inside a step of the optimizer"):
+                call()
 
     thread = threading.Thread(target=stay_inside)
     thread.start()
     assert is_inside.wait(60)
     try:
-        assert exit_code_of_child(optimizer.zero_grad, seconds=10) == 0
+        assert exit_code_of_child(use, seconds=10) == 0
     finally:
         may_leave.set()
         thread.join()

@@ -7,13 +7,14 @@ import copy
 import gc
 import json
 import math
+import pickle
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -314,10 +315,13 @@ def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, h
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
     model = mlp()
     optimizer = adam(model)
-    with OffloadScheduler(optimizer, model):
+    with OffloadScheduler(optimizer, model) as scheduler:
         threads = threading.active_count()
         with pytest.raises(RuntimeError, match=r"has a scheduler already; close\(\) it"):
             OffloadScheduler(optimizer, model)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled, because its worker"):
+                copied(scheduler)
         assert threading.active_count() == threads
         train(model, optimizer, range(2))
     OffloadScheduler(optimizer, model).close()
@@ -443,6 +447,28 @@ def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes(*
     del scheduler, optimizer, model
     gc.collect()
     assert dropped() is None
+
+
+def test_forked_child_that_would_use_a_device_is_told() -> None:
+    """Before anything is copied, or awaited from a thread that may hold a lock."""
+    model = mlp()
+    scheduler = eager(optimizer := adam(model), model, device=SimulatedDevice(0, eagerness=0))
+    train(model, optimizer, range(1))
+    loss_of(model, 1).backward()
+
+    def in_child() -> None:
+        for parameter in model.parameters():
+            with suppress(RuntimeError):  # where it was still under way
+                assert parameter.grad.isfinite().all()
+        for call in (loss_of(model, 2).backward, optimizer.step, lambda: scheduler.export_trace("/dev/null")):
+            with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
+                call()
+        with pytest.raises(SystemExit), scheduler:
+            sys.exit()
+
+    with scheduler:
+        assert exit_code_of_child(in_child, seconds=60) == 0
+        optimizer.step()
 
 
 @pytest.mark.slow
