@@ -188,7 +188,7 @@ def _give_back_before_dlpack(module: Any) -> None:
     module.to_dlpack = to_dlpack
 
 
-for _name in ("__dlpack__", "apply_", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
+for _name in ("__dlpack__", "apply_", "as_subclass", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
     _forward(_name, _memory)
 for _name in ("__format__", "__repr__", "tolist"):
     _forward(_name, _value)
@@ -238,6 +238,8 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _memory(handle)
         if not given.is_inference():
             torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
+        if (handle.shape, handle.stride()) != (given.shape, given.stride()):  # `g.t_()`, `g.resize_(3)`
+            _set_memory(handle, given)
     return map_tensors(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
 
 

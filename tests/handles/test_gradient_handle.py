@@ -252,6 +252,23 @@ def _aliases_of_replaced_data(parameter: Any) -> list[Tensor]:
     return [same, alias, kept]
 
 
+class Subclass(torch.Tensor):
+    """Any."""
+
+
+def _of_a_subclass(parameter: Any) -> list[Tensor]:
+    product = parameter.grad.mul_(torch.tensor(0.3).as_subclass(Subclass))
+    alias = parameter.grad.as_subclass(Subclass).add_(1)
+    assert type(product) is type(alias) is Subclass
+    return [product.as_subclass(Tensor), alias.as_subclass(Tensor)]
+
+
+def _reshaped_and_back(parameter: Any) -> list[Any]:
+    gradient = parameter.grad
+    gradient.unsqueeze_(-1)
+    return [gradient.shape, gradient.stride(), gradient.clone(), gradient.squeeze_(-1).shape]
+
+
 def _by_another(parameter: Any) -> None:
     scalar, _owner, taken = handle_for(_own(parameter, 0.75))
     parameter.grad.mul_(scalar.grad)
@@ -381,6 +398,8 @@ WRITTEN: dict[str, Operation] = {
     "aliases of replaced data": lambda p, held: _aliases_of_replaced_data(p),
     "write that no schema tells": lambda p, held: torch.ops.superadam_hides.write(p.grad),
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
+    "of a subclass": lambda p, held: _of_a_subclass(p),
+    "reshaped and back": lambda p, held: _reshaped_and_back(p),
 }
 """What gives the gradient back."""
 
