@@ -413,6 +413,7 @@ REPLACED: dict[str, Operation] = {
     "set itself": lambda p, held: _replace(p, p.grad),
     "graph of before": lambda p, held: _graph_of_before(p),
     "moved and back": lambda p, held: _moved_and_back(p),
+    "set alias that requires grad": lambda p, held: (_replace(p, p.grad.detach()), _requiring_grad(p))[1],
 }
 """What puts something else into `.grad`."""
 
@@ -455,7 +456,7 @@ def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place
         for parameter, held in ((ours, held_ours), (theirs, held_theirs)):
             try:
                 results.append(bits(OPERATIONS[name](parameter, held)))
-            except (RuntimeError, ValueError) as error:
+            except (IndexError, RuntimeError, ValueError) as error:
                 results.append(str(error))
         assert results[0] == results[1], name
         assert bits(ours.grad) == bits(theirs.grad), name
