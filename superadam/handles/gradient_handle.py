@@ -75,7 +75,12 @@ class GradientHandle(torch.Tensor):
         kwargs = kwargs or {}
         serve = _LAZY.get(operation)
         result = NotImplemented if serve is None else serve(operation, *args, **kwargs)
-        return _run(operation, args, kwargs) if result is NotImplemented else result
+        if result is NotImplemented:
+            result = _run(operation, args, kwargs)
+        if torch_private.is_foreach(operation):  # whose writes the dispatcher does not count
+            written = _tensors_at(_positions(operation)[0], args, kwargs)
+            torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        return result
 
     # -- what never reaches the dispatcher -----------------------------------------------------------------------------
 
@@ -255,9 +260,12 @@ def _positions(operation: Any) -> tuple[_Positions, _Positions]:
     )
 
 
+def _tensors_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return tensors_in([args[position] if position < len(args) else kwargs.get(name) for position, name in positions])
+
+
 def _handles_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
-    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in positions]
-    return [tensor for tensor in tensors_in(values) if isinstance(tensor, GradientHandle)]
+    return [tensor for tensor in _tensors_at(positions, args, kwargs) if isinstance(tensor, GradientHandle)]
 
 
 # -- operations that are answered or recorded: these functions return NotImplemented where they cannot -----------------

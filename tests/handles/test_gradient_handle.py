@@ -199,9 +199,9 @@ def _graph_of_before(parameter: Any) -> None:
     graph.backward()
 
 
-def _graph_of_edited(parameter: Any) -> None:
+def _graph_of_edited(parameter: Any, edit: Callable[[Any], object] = lambda parameter: parameter.grad.add_(1)) -> None:
     graph = (parameter * parameter.grad).sum()
-    parameter.grad.add_(1)
+    edit(parameter)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         graph.backward()
 
@@ -250,6 +250,16 @@ def _aliases_of_replaced_data(parameter: Any) -> list[Tensor]:
     parameter.grad.data = torch.ones_like(parameter).detach()
     alias.mul_(2)
     return [same, alias, kept]
+
+
+def _versions_of_others(parameter: Any) -> list[Any]:
+    """Return what graphs and the optimizer know of writes."""
+    others = [torch.ones_like(parameter, requires_grad=False) for _ in range(4)]
+    torch._foreach_add_(others[:1], [parameter.grad])
+    torch._foreach_mul_([parameter.grad, others[1]], 0.5)
+    torch._foreach_zero_([others[2], parameter.grad])
+    others[3].add_(parameter.grad)
+    return [*others, *(other._version for other in others)]
 
 
 class Subclass(torch.Tensor):
@@ -310,6 +320,7 @@ RECORDED: dict[str, Operation] = {
     "mul data": lambda p, held: p.grad.data.div_(1.5) is not p.grad,
     "mul view": lambda p, held: p.grad.view_as(p).mul_(0.8) is not p.grad,
     "zero_grad's check": lambda p, held: _returns(p.grad, lambda g: g.requires_grad_(False)),
+    "saved by a graph and clipped": lambda p, held: _graph_of_edited(p, lambda p: clip_grad_norm_([p], 1e-9)),
     "data of its own": lambda p, held: _set_data(p, p.grad),
     "clip in lists": lambda p, held: clip_grad_norm_([p], 0.5, foreach=True),
     "clip if finite": lambda p, held: clip_grad_norm_([p], 0.5, error_if_nonfinite=True),
@@ -398,6 +409,7 @@ WRITTEN: dict[str, Operation] = {
     "aliases of replaced data": lambda p, held: _aliases_of_replaced_data(p),
     "write that no schema tells": lambda p, held: torch.ops.superadam_hides.write(p.grad),
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
+    "others in lists": lambda p, held: _versions_of_others(p),
     "of a subclass": lambda p, held: _of_a_subclass(p),
     "reshaped and back": lambda p, held: _reshaped_and_back(p),
 }
