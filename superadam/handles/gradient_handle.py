@@ -76,7 +76,12 @@ class GradientHandle(torch.Tensor):
         kwargs = kwargs or {}
         serve = _LAZY.get(operation)
         result = NotImplemented if serve is None else serve(operation, *args, **kwargs)
-        return _run(operation, args, kwargs) if result is NotImplemented else result
+        if result is NotImplemented:
+            result = _run(operation, args, kwargs)
+        if torch_private.is_foreach(operation):  # whose writes the dispatcher does not count
+            written = _tensors_at(_positions(operation)[0], args, kwargs)
+            torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        return result
 
     # -- what never reaches the dispatcher -----------------------------------------------------------------------------
 
@@ -119,7 +124,7 @@ class GradientHandle(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if self.grad_fn is not None:  # as in torch, which refuses it
-            return self.as_subclass(Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
+            return Tensor.as_subclass(self, Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
         if id(self) not in memo:
             memo[id(self)] = _value(self).detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -165,7 +170,7 @@ def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
 
     def method(self: GradientHandle, *args: Any, **kwargs: Any) -> Any:
         graph = self.grad_fn is not None
-        return getattr(self.as_subclass(Tensor) if graph else ordinary(self), name)(*args, **kwargs)
+        return getattr(Tensor.as_subclass(self, Tensor) if graph else ordinary(self), name)(*args, **kwargs)
 
     setattr(GradientHandle, name, method)
 
@@ -192,7 +197,7 @@ def _give_back_before_dlpack(module: Any) -> None:
     module.to_dlpack = to_dlpack
 
 
-for _name in ("__dlpack__", "apply_", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
+for _name in ("__dlpack__", "apply_", "as_subclass", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
     _forward(_name, _memory)
 for _name in ("__format__", "__repr__", "tolist"):
     _forward(_name, _value)
@@ -246,6 +251,8 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parameter: Any = handle.taken.parameter
         if has_graph and parameter is not None and parameter.grad is handle.taken.given:
             parameter.grad = handle  # which autograd gives the graph
+        if (handle.shape, handle.stride()) != (given.shape, given.stride()):  # `g.t_()`, `g.resize_(3)`
+            _set_memory(handle, given)
     return map_tensors(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
 
 
@@ -261,9 +268,12 @@ def _positions(operation: Any) -> tuple[_Positions, _Positions]:
     )
 
 
+def _tensors_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return tensors_in([args[position] if position < len(args) else kwargs.get(name) for position, name in positions])
+
+
 def _handles_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
-    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in positions]
-    return [tensor for tensor in tensors_in(values) if isinstance(tensor, GradientHandle)]
+    return [tensor for tensor in _tensors_at(positions, args, kwargs) if isinstance(tensor, GradientHandle)]
 
 
 # -- operations that are answered or recorded: these functions return NotImplemented where they cannot -----------------

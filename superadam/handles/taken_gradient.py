@@ -373,10 +373,11 @@ class TakenGradient:
             with suppress(RuntimeError):
                 continue_version(given, local)
             with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
+                kept = self.alias if local.is_alias else given  # what the handle forwards to
                 if local is gradient:
-                    parameter.grad = given
+                    parameter.grad = kept
                 else:
-                    torch_private.set_dtensor_part(gradient, given)
+                    torch_private.set_dtensor_part(gradient, kept)
         self.holder._was_given_back(self)
         return given
 

@@ -182,6 +182,13 @@ base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 _find("ops.aten.detach.default._schema")
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """Returns which arguments an operation writes to."""
+
+
+def is_foreach(operation: Any) -> bool:
+    """Return whether an operation works on each tensor of a list."""
+    return schema_of(operation).name.startswith("aten::_foreach_")  # type: ignore[no-any-return]
+
+
 TRUSTED_NAMESPACES = ("aten", "_c10d_functional")
 """Of operations whose schemas say which results alias arguments; of others, any may alias any."""
 

@@ -114,7 +114,8 @@ class Samples:
         found: list[int] = []
         for group in kinds.values():
             rows, parameters, masters = zip(*group, strict=True)
-            present = torch.cat(parameters).cpu()
+            # Without `out`, autocast to another dtype of 16 bits refuses to join these.
+            present = torch.cat(parameters, out=parameters[0].new_empty(0)).cpu()
             rounded = _values([torch.cat(part).cpu() for part in zip(*masters, strict=True)]).to(parameters[0].dtype)
             where = differing(present, rounded).any(dim=1).numpy()
             if where.any():

@@ -199,9 +199,9 @@ def _graph_of_before(parameter: Any) -> None:
     graph.backward()
 
 
-def _graph_of_edited(parameter: Any) -> None:
+def _graph_of_edited(parameter: Any, edit: Callable[[Any], object] = lambda parameter: parameter.grad.add_(1)) -> None:
     graph = (parameter * parameter.grad).sum()
-    parameter.grad.add_(1)
+    edit(parameter)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         graph.backward()
 
@@ -258,6 +258,33 @@ def _aliases_of_replaced_data(parameter: Any) -> list[Tensor]:
     return [same, alias, kept]
 
 
+def _versions_of_others(parameter: Any) -> list[Any]:
+    """Return what graphs and the optimizer know of writes."""
+    others = [torch.ones_like(parameter, requires_grad=False) for _ in range(4)]
+    torch._foreach_add_(others[:1], [parameter.grad])
+    torch._foreach_mul_([parameter.grad, others[1]], 0.5)
+    torch._foreach_zero_([others[2], parameter.grad])
+    others[3].add_(parameter.grad)
+    return [*others, *(other._version for other in others)]
+
+
+class Subclass(torch.Tensor):
+    """Any."""
+
+
+def _of_a_subclass(parameter: Any) -> list[Tensor]:
+    product = parameter.grad.mul_(torch.tensor(0.3).as_subclass(Subclass))
+    alias = parameter.grad.as_subclass(Subclass).add_(1)
+    assert type(product) is type(alias) is Subclass
+    return [product.as_subclass(Tensor), alias.as_subclass(Tensor)]
+
+
+def _reshaped_and_back(parameter: Any) -> list[Any]:
+    gradient = parameter.grad
+    gradient.unsqueeze_(-1)
+    return [gradient.shape, gradient.stride(), gradient.clone(), gradient.squeeze_(-1).shape]
+
+
 def _by_another(parameter: Any) -> None:
     scalar, _owner, taken = handle_for(_own(parameter, 0.75))
     parameter.grad.mul_(scalar.grad)
@@ -299,6 +326,7 @@ RECORDED: dict[str, Operation] = {
     "mul data": lambda p, held: p.grad.data.div_(1.5) is not p.grad,
     "mul view": lambda p, held: p.grad.view_as(p).mul_(0.8) is not p.grad,
     "zero_grad's check": lambda p, held: _returns(p.grad, lambda g: g.requires_grad_(False)),
+    "saved by a graph and clipped": lambda p, held: _graph_of_edited(p, lambda p: clip_grad_norm_([p], 1e-9)),
     "data of its own": lambda p, held: _set_data(p, p.grad),
     "clip in lists": lambda p, held: clip_grad_norm_([p], 0.5, foreach=True),
     "clip if finite": lambda p, held: clip_grad_norm_([p], 0.5, error_if_nonfinite=True),
@@ -389,6 +417,9 @@ WRITTEN: dict[str, Operation] = {
     "aliases of replaced data": lambda p, held: _aliases_of_replaced_data(p),
     "write that no schema tells": lambda p, held: torch.ops.superadam_hides.write(p.grad),
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
+    "others in lists": lambda p, held: _versions_of_others(p),
+    "of a subclass": lambda p, held: _of_a_subclass(p),
+    "reshaped and back": lambda p, held: _reshaped_and_back(p),
 }
 """What gives the gradient back."""
 
@@ -402,6 +433,7 @@ REPLACED: dict[str, Operation] = {
     "set itself": lambda p, held: _replace(p, p.grad),
     "graph of before": lambda p, held: _graph_of_before(p),
     "moved and back": lambda p, held: _moved_and_back(p),
+    "set alias that requires grad": lambda p, held: (_replace(p, p.grad.detach()), _requiring_grad(p))[1],
 }
 """What puts something else into `.grad`."""
 
@@ -444,7 +476,7 @@ def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place
         for parameter, held in ((ours, held_ours), (theirs, held_theirs)):
             try:
                 results.append(bits(OPERATIONS[name](parameter, held)))
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (IndexError, RuntimeError, ValueError) as error:
                 results.append(str(error))
         assert results[0] == results[1], name
         assert bits(ours.grad) == bits(theirs.grad), name

@@ -866,6 +866,13 @@ def stepped_in_a_closure(model: Any, optimizer: Any, step: int, run: Run) -> Any
     return optimizer.step(closure)
 
 
+@program(settings=[setting for setting in OTHERS if setting.name == "bf16-simulated"])
+def stepped_in_autocast_to_another_dtype(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    backward(model, step)
+    with torch.autocast("cpu", torch.float16):
+        optimizer.step()
+
+
 @program()
 def stepped_in_another_thread(model: Any, optimizer: Any, step: int, run: Run) -> None:
     def work() -> None:
