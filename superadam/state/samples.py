@@ -115,7 +115,8 @@ class Samples:
         for group in kinds.values():
             rows, parameters, masters = zip(*group, strict=True)
             # Without `out`, autocast to another dtype of 16 bits refuses to join these.
-            present = torch.cat(parameters, out=parameters[0].new_empty(0)).cpu()
+            joined = parameters[0].new_empty(sum(map(len, parameters)), parameters[0].shape[1])
+            present = torch.cat(parameters, out=joined).cpu()
             rounded = _values([torch.cat(part).cpu() for part in zip(*masters, strict=True)]).to(parameters[0].dtype)
             where = differing(present, rounded).any(dim=1).numpy()
             if where.any():
