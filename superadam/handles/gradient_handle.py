@@ -118,9 +118,7 @@ class GradientHandle(torch.Tensor):
         return given.detach().requires_grad_(given.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = _value(self).detach().clone().requires_grad_(self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return _value(self).detach().clone().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = _memory(self) if self.taken.given is not None else _value(self).detach().clone()
@@ -200,8 +198,7 @@ for _module in (torch, torch.utils.dlpack):
 
 ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # type: ignore[no-untyped-call]
 
-if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.tensor does for DTensor
-    torch_private.foreach_types.append(GradientHandle)
+torch_private.foreach_types.append(GradientHandle)  # as torch.distributed.tensor does for DTensor
 
 # -- operations on ordinary tensors ------------------------------------------------------------------------------------
 
@@ -235,9 +232,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _memory(handle)
         return _run(operation, args, kwargs)
     for handle in _handles_at(written, args, kwargs):
-        given = _memory(handle)
-        if not given.is_inference():
-            torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
+        torch.autograd.graph.increment_version(_memory(handle))  # the dispatcher only increments the handle's
     return map_tensors(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
 
 

@@ -302,6 +302,7 @@ RECORDED: dict[str, Operation] = {
 """What a handle records."""
 
 READ: dict[str, Operation] = {
+    "refused data": lambda p, held: _set_data(p, torch.eye(3).to_sparse()),
     "norm": lambda p, held: p.grad.norm(),
     "norm 3": lambda p, held: p.grad.norm(3),
     "norm of rows": lambda p, held: torch.linalg.vector_norm(p.grad, dim=0),
