@@ -81,7 +81,7 @@ class Transaction:
         ranks: those that make each step together; None for this one alone.
     """
 
-    def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None = None) -> None:
+    def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None) -> None:
         self.table = table
         self.statistics = statistics
         self.expected_scale = 1.0
