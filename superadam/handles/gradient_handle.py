@@ -212,15 +212,12 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _memory(handle)
     read: list[GradientHandle] = []
     memory: set[int] = set()
-    passed: dict[int, GradientHandle] = {}
 
     def ordinary(handle: Tensor) -> Tensor:
         value = _value(handle)
         if not isinstance(handle, GradientHandle):
             return value
-        if handle.taken.given is not None:
-            passed.setdefault(id(value), handle)
-        else:
+        if handle.taken.given is None:
             read.append(handle)
             memory.add(storage_key(value.untyped_storage()))
         return value
@@ -233,7 +230,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _run(operation, args, kwargs)
     for handle in _handles_at(written, args, kwargs):
         torch.autograd.graph.increment_version(_memory(handle))  # the dispatcher only increments the handle's
-    return map_tensors(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
+    return result  # for `g.add_(1)` torch returns g
 
 
 @functools.cache

@@ -165,13 +165,19 @@ def _own(parameter: Any, value: float) -> Tensor:
     return torch.tensor(value, dtype=parameter.dtype)
 
 
-def _in_a_mode(parameter: Any) -> None:
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return operation(*args, **(kwargs or {}))
+class Mode(TorchDispatchMode):
+    """Sees each operation, and what it returns."""
 
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        assert (result is None) == (not operation._schema.returns)
+        return result
+
+
+def _in_a_mode(parameter: Any) -> None:
     with Mode():
         clip_grad_norm_([parameter], 0.5)
+        parameter.grad.mul_(0.9)
 
 
 def _in_inference_mode(parameter: Any) -> None:
@@ -370,6 +376,9 @@ WRITTEN: dict[str, Operation] = {
     "mul another": lambda p, held: _by_another(p),
     "unscale by fp64": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
         [p.grad], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
+    ),
+    "unscale by two": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
+        [p.grad], torch.zeros(()), torch.ones(2)
     ),
     "in inference mode": lambda p, held: _in_inference_mode(p),
     "copies": lambda p, held: _copies_edited(p),
@@ -732,6 +741,7 @@ def test_storage_gives_back_unless_a_compiler_or_code_in_cpp_looks() -> None:
         assert taken_of(gradient) is not None
     gradient.untyped_storage()
     assert taken_of(gradient) is None
+    assert torch.Tensor.data_ptr(gradient.data) == parameter.grad.data_ptr()
 
 
 def test_sparse_gradient_after_a_dense_one() -> None:
@@ -849,7 +859,8 @@ def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> Non
     if is_list:
         torch._foreach_zero_([parameter.grad, other.grad])
     else:
-        parameter.grad.zero_()
+        with Mode():
+            parameter.grad.zero_()
         other.grad.zero_()
     assert ordinary.given is not None
     assert other.grad.tolist() == parameter.grad.tolist() == [0.0, 0.0]
