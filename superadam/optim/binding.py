@@ -321,8 +321,7 @@ class Binding(GradientHolder):
     def _refresh_held_entries(self, transaction: Transaction) -> None:
         """Bring those of `entries` up to date of which programs hold something."""
         table = transaction.table
-        held = table.held_states()
-        transaction.commit_of(held)
+        held = table.held_states()  # none of which is accepted
         table.bring_home(pieces_of(held))
         self.published.write(table, held)
 

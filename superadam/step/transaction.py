@@ -509,28 +509,17 @@ class Transaction:
     # ---- after the verdict -------------------------------------------------------------------------------------------
 
     def commit(self, elements: float = math.inf, num_threads: int | None = None) -> int:
-        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many.
-
-        Those of parameters of whose state programs hold something only where all are asked for.
-        """
+        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many."""
         with self._timed("commit_seconds"):
             chosen: list[Piece] = []
             count = 0
             for piece in self._members[Phase.ACCEPTED]:
                 if count >= elements:
                     break
-                if self.table.is_held[piece.state.row] and elements < math.inf:  # the worker does not look
-                    continue
                 chosen.append(piece)
                 count += piece.shape.numel()
             self._commit(chosen, num_threads)
             return count
-
-    def commit_of(self, states: Sequence[ParameterState]) -> None:
-        """Fold the accepted gradients of these parameters into their state."""
-        if states and self._members[Phase.ACCEPTED]:
-            with self._timed("commit_seconds"):
-                self._commit_of(states)
 
     def _commit_of(self, states: Sequence[ParameterState]) -> None:
         self._commit([piece for piece in pieces_of(states) if piece.phase is Phase.ACCEPTED])
