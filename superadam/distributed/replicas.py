@@ -22,7 +22,7 @@ def warn_of_others(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
     answer, nothing is compared.
     """
     global _world, _worlds, _optimizers
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not (dist.is_available() and dist.is_initialized()):
         return
     world: Any = dist.group.WORLD
     if _world is None or _world() is not world:

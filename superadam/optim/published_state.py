@@ -158,7 +158,7 @@ class PublishedState:
         if isinstance(entry, Entry):
             entry.lock = self._lock  # from loading, or of another optimizer
         for key, value in raw(entry).items():
-            if isinstance(value, Encoded) and not (key in state.encodings and value.arrays[0] is getattr(state, key)):
+            if isinstance(value, Encoded):
                 if state.take_encoded(key, value.encoding, value.arrays):
                     entry[key], is_new = Encoded.of(state, key), True
                 else:
