@@ -459,8 +459,7 @@ class Transaction:
         if update_here is not None:
             update_here()
         for contribution in contributions:
-            if contribution.piece.phase is not Phase.CLEAN:
-                self._move(contribution.piece, Phase.CLEAN, None)
+            self._move(contribution.piece, Phase.CLEAN, None)
 
     def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
@@ -494,9 +493,7 @@ class Transaction:
             if not contribution.waits or contribution.taken is None:
                 return outcome
             distinct[contribution.taken.factors] = contribution.taken
-        factors = {(1.0, 1.0)}
-        if distinct.keys() != {()}:
-            factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
+        factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
         if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()
