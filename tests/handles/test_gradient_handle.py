@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import visible
+from support.float_modes import flushed_denormals
 from support.handles import NotingHolder, Owner
 from support.optimizers import DTYPES, through_disk
 from torch import Tensor, nn
@@ -846,6 +847,18 @@ def test_unscaling_and_products_come_before_rounding(counted: int | None) -> Non
     parameter.grad.mul_(0.1)
     assert torch.equal(taken.exact(), torch.tensor([7e4]).mul_(0.5).mul_(0.1))
     assert torch.equal(parameter.grad, taken.exact().half())
+
+
+def test_a_product_in_another_mode_is_made_of_each_gradient_in_a_list():
+    first = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
+    unrounded, _owner, taken = _sum_of(first)
+    other, _other_owner, ordinary = handle_for(first)
+    own = first.clone()
+    with flushed_denormals():
+        torch._foreach_mul_([unrounded.grad, other.grad, own], 0.5)
+    assert taken.given is None
+    assert ordinary.given is not None
+    assert unrounded.grad.tolist() == other.grad.tolist() == own.tolist() == [0.5, 1.5]
 
 
 @pytest.mark.parametrize("is_list", [False, True])
