@@ -73,7 +73,7 @@ class Samples:
             staged = table.rows_of(pieces_of([table.states[row] for row in staged]))
         if len(staged):
             table.new_values.follow()
-            if not everything and len(staged) > STAGED_ROWS:
+            if not everything:
                 begin = STAGED_ROWS * int(table.steps[table.owners[staged]].max()) % len(staged)
                 staged = np.roll(staged, -begin)[:STAGED_ROWS]
             pieces = [piece for row in staged.tolist() if has_memory((piece := table.pieces[row]).state.local)]
