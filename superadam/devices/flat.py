@@ -88,12 +88,10 @@ class JoinedTensor:
     @property
     def tensors(self) -> list[Tensor]:
         """The same list of one tensor, where its first piece is, at every call."""
-        known: list[Tensor] | None = self.__dict__.get("_tensors")
-        if known is None:
-            self.arrived.synchronize()
-            pieces = [(begin, flat.tensors[position]) for begin, (flat, position, _) in self.pieces.items()]
-            whole = pieces[0][1].new_empty_strided(self._shape, self._strides)
-            for begin, piece in pieces:
-                whole.as_strided(piece.shape, piece.stride(), begin).copy_(piece)
-            known = self.__dict__.setdefault("_tensors", [whole])
+        self.arrived.synchronize()
+        pieces = [(begin, flat.tensors[position]) for begin, (flat, position, _) in self.pieces.items()]
+        whole = pieces[0][1].new_empty_strided(self._shape, self._strides)
+        for begin, piece in pieces:
+            whole.as_strided(piece.shape, piece.stride(), begin).copy_(piece)
+        known: list[Tensor] = self.__dict__.setdefault("_tensors", [whole])  # for all threads that were here
         return known

@@ -271,7 +271,7 @@ def _call_of(words: _Words) -> str:
 
 
 def ranks_of(
-    parameters: Sequence[Any], names: Sequence[str], before: Ranks | None, group: dist.ProcessGroup | None = None
+    parameters: Sequence[Any], names: Sequence[str], before: Ranks | None, group: dist.ProcessGroup | None
 ) -> Ranks | None:
     """Return the ranks that make each step of these parameters; None if all are ordinary tensors and `group` is None.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 _world: Any = None  # a weak reference to the process group of all ranks that was seen last
-_worlds = _optimizers = 0  # seen so far, and compared since
+_worlds, _optimizers = 0, itertools.count()  # seen so far, and compared since
 
 
 def warn_of_others(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -22,19 +23,18 @@ def warn_of_others(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
     answer, nothing is compared.
     """
     global _world, _worlds, _optimizers
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not (dist.is_available() and dist.is_initialized()):
         return
     world: Any = dist.group.WORLD
     if _world is None or _world() is not world:
-        _world, _worlds, _optimizers = weakref.ref(world), _worlds + 1, 0
-    _optimizers += 1
+        _world, _worlds, _optimizers = weakref.ref(world), _worlds + 1, itertools.count()
     kinds = [
         (name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in zip(names, parameters, strict=True)
     ]
     digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
     mine = f"{dist.get_rank()} {len(kinds)} {digest}"
     try:
-        first = world.get_group_store().compare_set(f"superadam/parameters/{_worlds}/{_optimizers}", "", mine)
+        first = world.get_group_store().compare_set(f"superadam/parameters/{_worlds}/{next(_optimizers)}", "", mine)
         rank, count, digest_there = first.decode().split()
     except Exception:  # of a store without this, or whose server has ended
         return

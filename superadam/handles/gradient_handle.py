@@ -125,9 +125,7 @@ class GradientHandle(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if self.grad_fn is not None:  # as in torch, which refuses it
             return Tensor.as_subclass(self, Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
-        if id(self) not in memo:
-            memo[id(self)] = _value(self).detach().clone().requires_grad_(self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return _value(self).detach().clone().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.__copy__() if self.taken.given is not None else _value(self).detach().clone()
@@ -209,8 +207,7 @@ for _module in (torch, torch.utils.dlpack):
 
 ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # type: ignore[no-untyped-call]
 
-if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.tensor does for DTensor
-    torch_private.foreach_types.append(GradientHandle)
+torch_private.foreach_types.append(GradientHandle)  # as torch.distributed.tensor does for DTensor
 
 # -- operations on ordinary tensors ------------------------------------------------------------------------------------
 
@@ -224,15 +221,12 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _memory(handle)
     read: list[GradientHandle] = []
     memory: set[int] = set()
-    passed: dict[int, GradientHandle] = {}
 
     def ordinary(handle: Tensor) -> Tensor:
         value = _value(handle)
         if not isinstance(handle, GradientHandle):
             return value
-        if handle.taken.given is not None:
-            passed.setdefault(id(value), handle)
-        else:
+        if handle.taken.given is None:
             read.append(handle)
             memory.add(storage_key(value.untyped_storage()))
         return value
@@ -246,14 +240,13 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_graph = torch.is_grad_enabled() and any(it.requires_grad for it in tensors_in((args, kwargs)))
     for handle in _handles_at(written, args, kwargs):
         given = _memory(handle)
-        if not given.is_inference():
-            torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
+        torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
         parameter: Any = handle.taken.parameter
         if has_graph and parameter is not None and parameter.grad is handle.taken.given:
             parameter.grad = handle  # which autograd gives the graph
         if (handle.shape, handle.stride()) != (given.shape, given.stride()):  # `g.t_()`, `g.resize_(3)`
             _set_memory(handle, given)
-    return map_tensors(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
+    return result  # for `g.add_(1)` torch returns g
 
 
 @functools.cache

@@ -392,6 +392,4 @@ def needs_present_mode(gradients: Iterable[TakenGradient]) -> bool:
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:
     """Raise a version counter to that of the tensor that is replaced; RuntimeError if either has none."""
-    behind = version_of(predecessor) - version_of(tensor)
-    if behind > 0:
-        torch.autograd.graph.increment_version([tensor] * behind)
+    torch.autograd.graph.increment_version([tensor] * (version_of(predecessor) - version_of(tensor)))

@@ -25,10 +25,10 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_block
         if not is_short_of_memory(error):
             raise
         for target, source in zip(targets, sources, strict=True):
-            copy_one(target, source, non_blocking)
+            copy_one(target, source, non_blocking=non_blocking)
 
 
-def copy_one(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+def copy_one(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
     """Do the same for one pair."""
     try:
         target.copy_(source, non_blocking=non_blocking)
@@ -38,29 +38,24 @@ def copy_one(target: Tensor, source: Tensor, non_blocking: bool = False) -> None
         sizes, strides = target.shape, target.stride()
         outermost = max(range(target.dim()), key=lambda one: (sizes[one] > 1, strides[one]))
         for index in range(sizes[outermost]):
-            copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking)
+            copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking=non_blocking)
 
 
 def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into a dense target on the CPU, in one call where that can be.
+    """Copy each plain source into a dense target of its shape and dtype on the CPU, in one call where that can be.
 
     Where other threads have the cores, torch would wait in each copy until all of its threads had one.
     """
-    plain: list[tuple[Tensor, Tensor]] = []
+    alike: list[tuple[Tensor, Tensor]] = []
     for target, source in zip(targets, sources, strict=True):
-        if (
-            source.is_cpu
-            and source.dtype is target.dtype
-            and source.stride() == target.stride()
-            and not (source.is_neg() or source.is_conj())
-        ):
-            plain.append((target, source))
+        if source.is_cpu and source.stride() == target.stride():
+            alike.append((target, source))
         else:
             target.copy_(source)
     native.copy(
-        np.array([target.data_ptr() for target, _ in plain], np.uint64),
-        np.array([source.data_ptr() for _, source in plain], np.uint64),
-        np.array([source.nbytes for _, source in plain], np.int64),
+        np.array([target.data_ptr() for target, _ in alike], np.uint64),
+        np.array([source.data_ptr() for _, source in alike], np.uint64),
+        np.array([source.nbytes for _, source in alike], np.int64),
     )
 
 

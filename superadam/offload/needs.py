@@ -37,7 +37,7 @@ def needs_of(
     It is cut into pieces of at most `piece_numel` elements; None for one.
     """
     numel, size = parameter.numel(), parameter.element_size()
-    is_own_master = is_on_host and size == max(size, torch.float32.itemsize)
+    is_own_master = is_on_host and size >= torch.float32.itemsize
     moment, master = storage.bytes_of(parameter)
     each = (2 + amsgrad) * moment + (not is_own_master) * master
     on_link = dtype_on_link(parameter, transfer_dtype).itemsize

@@ -140,10 +140,9 @@ class Autotuner:
         self._total = total
         self._bytes_of_state, self._bytes_of_gradient = bytes_of_state, bytes_of_gradient
         threads = device.idle_cores() if isinstance(num_threads, str) else num_threads
-        numel = numel_of_buckets(total) if threads else DEFAULT_NUMEL
         self.placement = Placement(
             gpu_buckets=0,
-            bucket_numel=numel if isinstance(bucket_numel, str) else bucket_numel,
+            bucket_numel=numel_of_buckets(total) if isinstance(bucket_numel, str) else bucket_numel,
             transfer_dtype=None if isinstance(transfer_dtype, str) else transfer_dtype,
             num_threads=threads,
         )

@@ -255,8 +255,7 @@ class OffloadScheduler(GradientHolder):
             tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
-            if self._transaction is not None:
-                tell("learning from the verdict", self._pipeline.learn, applied)
+            tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
                 update_seconds = counts.resolve_seconds - resolve_seconds
                 tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)

@@ -281,7 +281,7 @@ class SpeculativeCPUAdam(Optimizer):
                 outcome, applied = transaction.step(gradients, limit)
                 verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
                 setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
-                self._binding.conclude(outcome, applied)
+                self._binding.conclude(transaction, outcome, applied)
         if outcome.kind is StepKind.SKIPPED and (verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "

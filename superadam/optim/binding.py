@@ -278,11 +278,11 @@ class Binding(GradientHolder):
                 table.create_state(state, with_max=hyper.amsgrad)
         self._refresh_entries()
 
-    def conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
+    def conclude(self, transaction: Transaction, outcome: StepOutcome, applied: Applied | None) -> None:
         """Tell of a step, which raises nothing: to the statistics, exposed entries and the scheduler."""
         tell("counting steps", self._statistics.count, outcome.kind)
-        if self._transaction is not None and self._transaction.table.is_any_held:  # else with the next, or when read
-            tell("updating optimizer.state at once", self._refresh_held_entries, self._transaction)
+        if transaction.table.is_any_held:  # else with the next, or when read
+            tell("updating optimizer.state at once", self._refresh_held_entries, transaction)
         if self.overlap is not None:
             tell("the scheduler's part after a step", self.overlap._conclude, outcome, applied)
 
@@ -321,8 +321,7 @@ class Binding(GradientHolder):
     def _refresh_held_entries(self, transaction: Transaction) -> None:
         """Bring those of `entries` up to date of which programs hold something."""
         table = transaction.table
-        held = table.held_states()
-        transaction.commit_of(held)
+        held = table.held_states()  # none of which is accepted
         table.bring_home(pieces_of(held))
         self.published.write(table, held)
 

@@ -193,8 +193,7 @@ def _read(
             if not is_of_others(entry):
                 entry = local_entry(entry, state) if isinstance(entry, dict) else entry
                 check_entry(entry, state)
-            if entry:
-                read[state] = copied(entry, state, mapped)
+            read[state] = copied(entry, state, mapped)
         elif isinstance(identifier, str):
             foreign[identifier] = entry
         else:

@@ -43,9 +43,8 @@ class PublishedState:
         """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited."""
         held, moved = table.held_states(), table.moved_arrays(np.flatnonzero(table.is_held))
         edited = [state for state in held if state.row in moved or not self._is_as_read(state, table)]
-        for state in edited:
-            if not state.is_accepted:  # nothing was speculated on: that reads no state that programs may hold
-                self.read(state, table, moved.get(state.row, ()))
+        for state in edited:  # none is accepted: speculation reads no state that programs may hold
+            self.read(state, table, moved.get(state.row, ()))
         self.let_go(edited)
 
     def look(self, table: ParameterTable) -> None:
@@ -65,8 +64,6 @@ class PublishedState:
         """Let go of stand-ins that no program has; what was written to them must have been read."""
         is_dict_held = sys.getrefcount(self.entries) > _ALONE + 1
         for state in states:
-            if state.is_accepted:
-                continue
             for key in self._stand_ins(state):
                 if not _is_referenced(raw(self.entries[state.parameter]), key, _STAND_IN):
                     is_entry_held = sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1
@@ -124,7 +121,7 @@ class PublishedState:
         if states is None:
             states = [table.states[row] for row in np.flatnonzero(~table.is_published).tolist()]
         for state in states:
-            if table.is_published[state.row] or state.is_accepted or not table.is_home(state):
+            if table.is_published[state.row] or not table.is_home(state):
                 continue
             entry = self.entries.get(state.parameter)
             if entry is None:
@@ -161,7 +158,7 @@ class PublishedState:
         if isinstance(entry, Entry):
             entry.lock = self._lock  # from loading, or of another optimizer
         for key, value in raw(entry).items():
-            if isinstance(value, Encoded) and not (key in state.encodings and value.arrays[0] is getattr(state, key)):
+            if isinstance(value, Encoded):
                 if state.take_encoded(key, value.encoding, value.arrays):
                     entry[key], is_new = Encoded.of(state, key), True
                 else:

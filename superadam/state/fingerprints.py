@@ -8,7 +8,7 @@ not the memory. A storage resized to 0 and back between two looks, and gets the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +46,6 @@ class Fingerprints:
         self._seen_versions = self._known_versions.copy()
         self._may_be_hinted = True  # unless `look` finds that none is, and none is distrusted since then
         self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("fingerprints are of this process's memory and cannot be copied; make new ones of the copies")
 
     def look(self) -> list[int]:
         """Look at every parameter; return the rows that have moved or changed their layout, now or in an earlier look.

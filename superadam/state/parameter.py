@@ -311,11 +311,6 @@ class ParameterState(Piece):
         """All pieces, in the order of memory."""
         return self.cuts or (self,)
 
-    @property
-    def is_accepted(self) -> bool:
-        """Whether a commit of some piece is still to come."""
-        return any(piece.phase is Phase.ACCEPTED for piece in self.pieces)
-
     def waits_with(self, taken: TakenGradient) -> bool:
         """Whether this gradient waits for its verdict with all pieces, unchanged."""
         return all(piece.waits_with(taken) for piece in self.cuts) if self.cuts else super().waits_with(taken)

@@ -23,7 +23,7 @@ class ResidentStates:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._held: dict[Piece, dict[str, Tensor]] = {}  # flat tensors, by name
-        self._updated: Event | None = None  # after the last step
+        self._updated: Event  # after the last step, before which nothing is held
 
     def holds(self, piece: Piece) -> bool:
         """Return whether a piece's state is newer on the device than on the host."""
@@ -89,8 +89,7 @@ class ResidentStates:
         leaving = [piece for piece in pieces if piece in self._held] if self._held else []
         if not leaving:
             return leaving
-        if self._updated is not None:  # perhaps on the current stream of another thread
-            self._device.wait(Stream.CURRENT, self._updated)
+        self._device.wait(Stream.CURRENT, self._updated)  # perhaps on the current stream of another thread
         for piece in leaving:
             for name, distant in self._held[piece].items():
                 self._device.copy(flat(piece.elements_of(getattr(piece.state, name))), distant, Stream.CURRENT)

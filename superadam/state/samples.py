@@ -66,15 +66,14 @@ class Samples:
         table = self._table
         if not table.has_copies:
             return []
-        found: list[int] = table.differing(rows, everything=everything).tolist()
-        if found:
-            found = [row for row in found if table.is_home(table.states[row])]
+        here = table.differing(rows, everything=everything).tolist()
+        found = [row for row in here if table.is_home(table.states[row])]
         staged = rows[table.is_staged[rows]]
         if table.is_cut:
             staged = table.rows_of(pieces_of([table.states[row] for row in staged]))
         if len(staged):
             table.new_values.follow()
-            if not everything and len(staged) > STAGED_ROWS:
+            if not everything:
                 begin = STAGED_ROWS * int(table.steps[table.owners[staged]].max()) % len(staged)
                 staged = np.roll(staged, -begin)[:STAGED_ROWS]
             pieces = [piece for row in staged.tolist() if has_memory((piece := table.pieces[row]).state.local)]
@@ -82,7 +81,7 @@ class Samples:
         if everything:
             for row in set(rows.tolist()).difference(found):
                 table.remember_master(table.states[row])
-        return [row for row in found if not table.is_master_edited(table.states[row])] if found else found
+        return [row for row in found if not table.is_master_edited(table.states[row])]
 
     def _written(self, pieces: Sequence[Piece]) -> list[int]:
         found = []

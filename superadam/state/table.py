@@ -322,8 +322,8 @@ class ParameterTable:
         pending: Sequence[Pending],
         coefficients: CoefficientTable,
         indices: Indices,
-        accepted: Sequence[Pending] | None = None,
-        num_threads: int | None = None,
+        accepted: Sequence[Pending] | None,
+        num_threads: int | None,
     ) -> None:
         """Write new values to the slots of these gradients as if they were a step; sum squares, fill lists.
 
@@ -375,7 +375,7 @@ class ParameterTable:
             patch.send()
         return int(segments["length"].sum())
 
-    def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:
+    def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None) -> None:
         """Fold accepted gradients, which working copies show already, into the state."""
         coefficients = CoefficientTable()
         segments = self.job(rows, [record.gradient for record in accepted])
@@ -455,7 +455,5 @@ class ParameterTable:
 
 def _cut(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:
     """Split positions in a job into runs of about `numel` elements, each with at least one position."""
-    if len(chosen) == 0:
-        return []
     begins = np.cumsum(lengths[chosen]) - lengths[chosen]
     return np.split(chosen, 1 + np.flatnonzero(np.diff(begins // np.uint64(numel))))

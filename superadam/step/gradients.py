@@ -36,7 +36,7 @@ class StepGradients:
     rows: Rows
     gradients: Sequence[Tensor | TakenGradient]
     runs: Runs
-    are_whole: bool = False
+    are_whole: bool
     addresses: npt.NDArray[np.uint64] | None = None
 
     def job(self, table: ParameterTable) -> Segments:

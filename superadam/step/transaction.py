@@ -83,7 +83,7 @@ class Transaction:
         ranks: those that make each step together; None for this one alone.
     """
 
-    def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None = None) -> None:
+    def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None) -> None:
         self.table = table
         self.statistics = statistics
         self.expected_scale = 1.0
@@ -474,8 +474,7 @@ class Transaction:
         if update_here is not None:
             update_here()
         for contribution in contributions:
-            if contribution.piece.phase is not Phase.CLEAN:
-                self._move(contribution.piece, Phase.CLEAN, None)
+            self._move(contribution.piece, Phase.CLEAN, None)
 
     def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
@@ -509,9 +508,7 @@ class Transaction:
             if not contribution.waits or contribution.taken is None:
                 return outcome
             distinct[contribution.taken.factors] = contribution.taken
-        factors = {(1.0, 1.0)}
-        if distinct.keys() != {()}:
-            factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
+        factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
         if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()
@@ -524,28 +521,17 @@ class Transaction:
     # ---- after the verdict -------------------------------------------------------------------------------------------
 
     def commit(self, elements: float = math.inf, num_threads: int | None = None) -> int:
-        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many.
-
-        Those of parameters of whose state programs hold something only where all are asked for.
-        """
+        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many."""
         with self._timed("commit_seconds"):
             chosen: list[Piece] = []
             count = 0
             for piece in self._members[Phase.ACCEPTED]:
                 if count >= elements:
                     break
-                if self.table.is_held[piece.state.row] and elements < math.inf:  # the worker does not look
-                    continue
                 chosen.append(piece)
                 count += piece.shape.numel()
             self._commit(chosen, num_threads)
             return count
-
-    def commit_of(self, states: Sequence[ParameterState]) -> None:
-        """Fold the accepted gradients of these parameters into their state."""
-        if states and self._members[Phase.ACCEPTED]:
-            with self._timed("commit_seconds"):
-                self._commit_of(states)
 
     def _commit_of(self, states: Sequence[ParameterState]) -> None:
         self._commit([piece for piece in pieces_of(states) if piece.phase is Phase.ACCEPTED])

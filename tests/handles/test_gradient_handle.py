@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import visible
+from support.float_modes import flushed_denormals
 from support.handles import NotingHolder, Owner
 from support.optimizers import DTYPES, through_disk
 from torch import Tensor, nn
@@ -165,13 +166,19 @@ def _own(parameter: Any, value: float) -> Tensor:
     return torch.tensor(value, dtype=parameter.dtype)
 
 
-def _in_a_mode(parameter: Any) -> None:
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return operation(*args, **(kwargs or {}))
+class Mode(TorchDispatchMode):
+    """Sees each operation, and what it returns."""
 
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        assert (result is None) == (not operation._schema.returns)
+        return result
+
+
+def _in_a_mode(parameter: Any) -> None:
     with Mode():
         clip_grad_norm_([parameter], 0.5)
+        parameter.grad.mul_(0.9)
 
 
 def _in_inference_mode(parameter: Any) -> None:
@@ -336,6 +343,7 @@ RECORDED: dict[str, Operation] = {
 """What a handle records."""
 
 READ: dict[str, Operation] = {
+    "refused data": lambda p, held: _set_data(p, torch.eye(3).to_sparse()),
     "norm": lambda p, held: p.grad.norm(),
     "norm 3": lambda p, held: p.grad.norm(3),
     "norm of rows": lambda p, held: torch.linalg.vector_norm(p.grad, dim=0),
@@ -405,6 +413,9 @@ WRITTEN: dict[str, Operation] = {
     "mul another": lambda p, held: _by_another(p),
     "unscale by fp64": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
         [p.grad], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
+    ),
+    "unscale by two": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
+        [p.grad], torch.zeros(()), torch.ones(2)
     ),
     "in inference mode": lambda p, held: _in_inference_mode(p),
     "copies": lambda p, held: _copies_edited(p),
@@ -771,6 +782,7 @@ def test_storage_gives_back_unless_a_compiler_or_code_in_cpp_looks() -> None:
         assert taken_of(gradient) is not None
     gradient.untyped_storage()
     assert taken_of(gradient) is None
+    assert torch.Tensor.data_ptr(gradient.data) == parameter.grad.data_ptr()
 
 
 def test_sparse_gradient_after_a_dense_one() -> None:
@@ -877,6 +889,18 @@ def test_unscaling_and_products_come_before_rounding(counted: int | None) -> Non
     assert torch.equal(parameter.grad, taken.exact().half())
 
 
+def test_a_product_in_another_mode_is_made_of_each_gradient_in_a_list():
+    first = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
+    unrounded, _owner, taken = _sum_of(first)
+    other, _other_owner, ordinary = handle_for(first)
+    own = first.clone()
+    with flushed_denormals():
+        torch._foreach_mul_([unrounded.grad, other.grad, own], 0.5)
+    assert taken.given is None
+    assert ordinary.given is not None
+    assert unrounded.grad.tolist() == other.grad.tolist() == own.tolist() == [0.5, 1.5]
+
+
 @pytest.mark.parametrize("is_list", [False, True])
 def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> None:
     first = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
@@ -888,7 +912,8 @@ def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> Non
     if is_list:
         torch._foreach_zero_([parameter.grad, other.grad])
     else:
-        parameter.grad.zero_()
+        with Mode():
+            parameter.grad.zero_()
         other.grad.zero_()
     assert ordinary.given is not None
     assert other.grad.tolist() == parameter.grad.tolist() == [0.0, 0.0]

@@ -157,6 +157,12 @@ def cut_by_fsdp1(**options: Any) -> tuple[nn.Module, SpeculativeCPUAdam]:
     return model, SpeculativeCPUAdam(model.parameters(), **options)
 
 
+def test_fsdp1_is_refused_wherever_it_is(two_ranks: None) -> None:
+    model, optimizer = cut_by_fsdp1()
+    for one in (model, nn.Sequential(nn.Linear(8, 8), model)):
+        refused(RuntimeError, "^the model is wrapped in FullyShardedDataParallel, ", check_model, optimizer, one)
+
+
 def test_no_rank_of_fsdp1_clips_by_its_own_part(two_ranks: None) -> None:
     model, optimizer = cut_by_fsdp1(max_grad_norm=1.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]

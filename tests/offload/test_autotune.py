@@ -297,6 +297,7 @@ def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> 
     assert LEAST_NUMEL <= numel <= DEFAULT_NUMEL
     assert numel in (LEAST_NUMEL, DEFAULT_NUMEL, total // LEAST_BUCKETS)
     assert numel <= max(LEAST_NUMEL, total // LEAST_BUCKETS)
+    assert Autotuner(PlainDevice(), total, 0, "auto", "auto", 1, **BYTES).placement.bucket_numel == numel
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 10), st.integers(1, 60))

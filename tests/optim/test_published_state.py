@@ -20,6 +20,7 @@ from support.visible import (
 )
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.optim.published_state import PublishedState
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
 
@@ -276,6 +277,20 @@ def test_state_that_has_moved_is_looked_at_where_parameters_are_bound_anew(chang
     give_gradients(optimizer, 4)
     with pytest.raises(ValueError, match=r"^exp_avg_sq of parameter 1 of group 0 .*, expected .* in memory"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_that_has_moved_before_it_shows_a_step_is_the_newer(dtype, monkeypatch):
+    optimizer, twin = (trained(make(dtype)) for _ in range(2))
+    held = optimizer.state[parameters_of(optimizer)[1]]
+    with monkeypatch.context() as patch:
+        patch.delattr(PublishedState, "write")
+        for one in (optimizer, twin):
+            train(one, 2)
+    assert held["step"] == 2
+    held["exp_avg"].data = held["exp_avg"].clone()
+    train_alike(optimizer, twin, 3)
+    assert held["step"] == 4
 
 
 @EACH_DTYPE

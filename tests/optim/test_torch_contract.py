@@ -155,6 +155,8 @@ def test_state_dict_hooks(ours: type, theirs: type) -> None:
         calls.append(sorted(optimizer.state_dict()))
         optimizer.load_state_dict(saved)
         train(optimizer, 2)
+        optimizer.register_state_dict_post_hook(lambda opt, made: {"instead": len(made)})
+        calls.append(optimizer.state_dict())
         return calls
 
     assert heard(ours) == heard(theirs)

@@ -39,14 +39,14 @@ def placed(
     return placement.gpu_buckets, work, step
 
 
-def synchronous(rates: Rates, work: Work, *, norm: bool = True) -> float:
+def synchronous(rates: Rates, work: Work) -> float:
     """Return the seconds of an iteration whose optimizer begins after backward: download, update, upload.
 
     Weights that flow are on the host already, as are their gradients; then the model waits for copies as it does here.
     """
     step, passes, moved = simulate(rates, work), rates.passes, work.size * work.numel
     clock = work.micro_batches * (work.forward + work.backward)
-    adam = (passes.update + (passes.norm if norm and work.clipping.share else 0.0)) * work.numel
+    adam = (passes.update + (passes.norm if work.clipping.share else 0.0)) * work.numel
     if work.flows:
         return clock + step.stalled + adam
     return clock + moved / rates.download + adam + moved / rates.upload
