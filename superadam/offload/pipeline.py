@@ -38,6 +38,7 @@ class Pipeline:
         transaction: changes only while nothing is under way.
         awaited_at: when the training thread last began to wait for the worker, by `time.perf_counter()`; inf if it has
             not in this step.
+        check_process: raises RuntimeError in a forked process.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Pipeline:
         self._autotuner = autotuner
         self._statistics, self._trace = statistics, trace
         self._worker: Worker = device.start_worker(self._idle)
+        self.check_process = self._worker.check_process
 
     def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters], limit: float) -> None:
         """Start a bucket's copy to the host, or only its norm's where it is resident, and hand it to the worker.
@@ -199,10 +201,6 @@ class Pipeline:
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
         tell("tracing", self._trace.add, "wait for worker", "training", begin, end)
-
-    def check_process(self) -> None:
-        """Raise RuntimeError in a forked process."""
-        self._worker.check_process()
 
     def abandon(self) -> None:
         """Return when the worker is idle, whether or not it failed, and drop its speculation."""

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn, Self
@@ -144,11 +144,13 @@ class OffloadScheduler(GradientHolder):
         self._closed = False
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
+        self._check_process: Callable[[], object] = bool
         try:
             self._needs = needs_of_run(optimizer, self._device, self.placement)
             self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
+                self._check_process = self._pipeline.check_process
             self._binding.attach(self, optimizer.param_groups)
         except BaseException:
             self._hooks.remove()
@@ -215,10 +217,6 @@ class OffloadScheduler(GradientHolder):
             self._groups = ReducedGroups() if transaction.table.is_distributed else None
             self._bucketer.take_from(transaction.table.states)
             self._hooks.watch(transaction.table.parameters)
-
-    def _check_process(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.check_process()
 
     def _catch_up(self) -> None:
         error, self._error = self._error, None

@@ -12,8 +12,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
@@ -36,7 +37,6 @@ from superadam.step.gradients import StepGradients, hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
 
 _NOTHING = nullcontext()
-_FORKED_SECONDS = 1.0  # for which a forked process waits for another of its own threads
 _Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
 
 
@@ -89,23 +89,11 @@ class Transaction:
         self.expected_scale = 1.0
         self.ranks = ranks
         self._samples = Samples(table)
-        self._lock, self._process = threading.RLock(), os.getpid()
+        self.lock: Any = threading.RLock()
         self._members: dict[Phase, dict[Piece, None]] = {phase: {} for phase in Phase}
         for piece in pieces_of(table.states):
             self._members[piece.phase][piece] = None
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """Raises RuntimeError in a process that was forked while another thread held it."""
-        if os.getpid() != self._process:
-            if not self._lock.acquire(timeout=_FORKED_SECONDS):
-                raise RuntimeError(
-                    "this process was forked while another thread was inside a step of the optimizer, half of which "
-                    "may be made here; fork while no other thread calls it, or load what was saved into a new one"
-                )
-            self._process = os.getpid()
-            self._lock.release()
-        return self._lock
+        _transactions.add(self)
 
     def in_phase(self, phase: Phase) -> list[Piece]:
         """Return the pieces in this phase, in the order in which they entered it."""
@@ -636,6 +624,35 @@ class Transaction:
         now = time.perf_counter()
         setattr(self.statistics, phase, getattr(self.statistics, phase) + now - begin)
         return now
+
+
+class _HeldElsewhere:
+    """Stands, in a forked process, for a lock that another thread held."""
+
+    def acquire(self, *, blocking: bool) -> bool:
+        return False
+
+    def __enter__(self) -> NoReturn:
+        raise RuntimeError(
+            "this process was forked while another thread was inside a step of the optimizer, half of which may be "
+            "made here; fork while no other thread calls it, or load what was saved into a new one"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_transactions = weakref.WeakSet[Transaction]()
+
+
+def _look_after_fork() -> None:
+    for transaction in _transactions:
+        if transaction.lock.acquire(blocking=False):
+            transaction.lock.release()
+        else:
+            transaction.lock = _HeldElsewhere()
+
+
+os.register_at_fork(after_in_child=_look_after_fork)
 
 
 def _clip_factor(taken: TakenGradient) -> float:

@@ -319,10 +319,12 @@ def test_a_worker_that_is_far_behind_backward_leaves_all_to_the_device(monkeypat
     model[2].weight.register_hook(lambda gradient: time.sleep(0.01))  # so that the worker begins during backward
     optimizer = adam(model, max_grad_norm=math.inf)
     with OffloadScheduler(optimizer, model, device=Roomy(), bucket_numel=64) as scheduler:
-        for seed in range(8):
+        for seed in range(200):  # many more than a machine needs on which nothing else runs
             loss_of(model, seed).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if scheduler.placement.gpu_buckets == 6:
+                break
         assert scheduler.placement.gpu_buckets == 6
 
 
