@@ -168,8 +168,14 @@ def test_every_rank_gets_cpus_that_it_may_use(tmp_path_factory, count, allowed, 
     assert cores.shares(here[0]) == shares
     if len(set(affinities)) == 1:
         assert frozenset.union(*shares) == affinities[0]
-        assert max(map(len, shares)) - min(map(len, shares)) <= siblings
-        assert are_disjoint(shares) or len(allowed) < count
+        core_of = {
+            cpu: files.get(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", cpu)
+            for cpu in affinities[0]
+        }
+        has_whole_cores = len({*core_of.values()}) >= count
+        sizes = [len({core_of[cpu] for cpu in one}) if has_whole_cores else len(one) for one in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert are_disjoint(shares) or len(affinities[0]) < count
 
 
 PROGRAM = """
