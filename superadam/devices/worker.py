@@ -33,7 +33,10 @@ class WorkerError(RuntimeError):
 
 
 class Worker(abc.ABC):
-    """Runs jobs in order, and `idle` while there are none, concurrently or interleaved with the caller."""
+    """Runs jobs in order, and `idle` while there are none, concurrently or interleaved with the caller.
+
+    Callers call `check_process` before they use it or the device.
+    """
 
     def __init__(self, idle: Work) -> None:
         self._idle = idle
@@ -97,8 +100,7 @@ class ThreadWorker(Worker):
             atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
     def submit(self, job: Job) -> None:
-        """Add a job, unless an earlier one has failed; raises RuntimeError when closed, or in a forked process."""
-        self.check_process()
+        """Add a job, unless an earlier one has failed; raises RuntimeError when closed."""
         if self._is_closed:
             raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
         if not self._has_ended:
@@ -110,8 +112,7 @@ class ThreadWorker(Worker):
         return self._finished >= self._submitted
 
     def drain(self) -> None:
-        """Wait for every submitted job; raises WorkerError where one failed, and RuntimeError in a forked process."""
-        self.check_process()
+        """Wait for every submitted job; raises WorkerError where one failed."""
         self._is_awaited = True
         try:
             self._wait()

@@ -66,8 +66,9 @@ class Samples:
         table = self._table
         if not table.has_copies:
             return []
-        here = table.differing(rows, everything=everything).tolist()
-        found = [row for row in here if table.is_home(table.states[row])]
+        found: list[int] = table.differing(rows, everything=everything).tolist()
+        if found:
+            found = [row for row in found if table.is_home(table.states[row])]
         staged = rows[table.is_staged[rows]]
         if table.is_cut:
             staged = table.rows_of(pieces_of([table.states[row] for row in staged]))
@@ -81,7 +82,7 @@ class Samples:
         if everything:
             for row in set(rows.tolist()).difference(found):
                 table.remember_master(table.states[row])
-        return [row for row in found if not table.is_master_edited(table.states[row])]
+        return [row for row in found if not table.is_master_edited(table.states[row])] if found else found
 
     def _written(self, pieces: Sequence[Piece]) -> list[int]:
         found = []

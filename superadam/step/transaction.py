@@ -438,8 +438,8 @@ class Transaction:
         states = [contribution.piece.state for contribution in contributions]
         runs = [(contribution.hyper, 1) for contribution in contributions]
         self._make_ready(states, self.table.rows_of(states), runs)
-        resident = [contribution for contribution in contributions if contribution.is_resident]
-        here = [contribution for contribution in contributions if not contribution.is_resident]
+        resident = [one for one in contributions if one.is_resident] if self.table.resident is not None else []
+        here = [one for one in contributions if not one.is_resident] if resident else contributions
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
             pieces = [contribution.piece for contribution in resident]
@@ -496,7 +496,9 @@ class Transaction:
             if not contribution.waits or contribution.taken is None:
                 return outcome
             distinct[contribution.taken.factors] = contribution.taken
-        factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
+        factors = {(1.0, 1.0)}
+        if distinct.keys() != {()}:
+            factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
         if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()

@@ -156,7 +156,6 @@ class SeededWorker(Worker):
 
     def submit(self, job: Job) -> None:
         """Add a job, unless an earlier one has failed, and perhaps run some."""
-        self.check_process()
         if self._error is not None:
             return
         self._jobs.append(job)
@@ -164,7 +163,6 @@ class SeededWorker(Worker):
             self._run_one()
 
     def drain(self) -> None:
-        self.check_process()
         self.close()
         self._raise_error()
 
