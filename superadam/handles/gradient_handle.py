@@ -237,7 +237,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for handle in read:
             _memory(handle)
         return _run(operation, args, kwargs)
-    has_graph = torch.is_grad_enabled() and any(it.requires_grad for it in tensors_in((args, kwargs)))
+    has_graph = written and torch.is_grad_enabled() and any(it.requires_grad for it in tensors_in((args, kwargs)))
     for handle in _handles_at(written, args, kwargs):
         given = _memory(handle)
         torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's

@@ -11,6 +11,7 @@ Names are bound when this is imported, but for those of modules that take second
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import operator
@@ -184,6 +185,7 @@ schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """Returns which arguments an operation writes to."""
 
 
+@functools.cache
 def is_foreach(operation: Any) -> bool:
     """Return whether an operation works on each tensor of a list."""
     return schema_of(operation).name.startswith("aten::_foreach_")  # type: ignore[no-any-return]

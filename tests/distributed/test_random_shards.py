@@ -37,6 +37,7 @@ class Run:
         self.draws = draws = random.Random(seed)
         self.seen: list[Any] = []
         self.norms: list[float] = []
+        self.are_scaled = False  # gradients, by torch
         widths = [4, *(draws.choice([1, 3, 4, 7, 8, 9, 16]) for _ in range(draws.randint(2, 5)))]
         dtype = draws.choice([torch.float32, torch.bfloat16, torch.bfloat16])
         reduced = draws.choice([torch.float32, None])
@@ -101,7 +102,8 @@ class Run:
             self.seen.append(repr(error))
         outcome = self.optimizer.last_outcome
         if outcome is not None:
-            self.seen.append((outcome.kind, outcome.clip_coefficient))
+            told = "" if self.are_scaled else f"{outcome.grad_norm:.6g}"
+            self.seen.append((outcome.kind, told, outcome.clip_coefficient))
             self.norms.append(outcome.grad_norm)
 
     def iterate(self) -> None:
@@ -113,6 +115,7 @@ class Run:
         for _ in range(draws.choice([0, 0, 1, 2])):
             name, one, factor = draws.choice([*ACTIONS]), draws.choice(self.parameters), draws.choice([0.5, 2.0, 0.3])
             self.seen.append(name)
+            self.are_scaled |= name in ("clip", "clip one by one") or name.startswith("multiply")
             with torch.no_grad():
                 ACTIONS[name](self, one, factor)
         if draws.random() < 0.35:
@@ -123,6 +126,7 @@ class Run:
             self.look_at_everything()
         if draws.random() < 0.9:  # else gradients are added to
             self.optimizer.zero_grad(set_to_none=draws.random() < 0.9)
+            self.are_scaled = False
 
 
 def with_gradient(action: Callable[[Run, Any, float], object]) -> Callable[[Run, Any, float], object]:
@@ -211,7 +215,7 @@ ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
 def trained(rank: int, seed: int, kind: str) -> tuple[list[Any], Any]:
     """Return what a program has seen, and the norms of its steps.
 
-    Of gradients that torch has clipped, a scheduler tells the norm times the factor; without one, it is the norm of
+    Of gradients that torch has scaled, a scheduler tells the norm times the factor; without one, it is the norm of
     products that were rounded to bf16, each by up to 2**-9 of it.
     """
     run = Run(rank, seed, kind)

@@ -204,8 +204,9 @@ def masters_without_memory(rank: int, folder: str) -> None:
             raise MemoryError("planted")
         return tensor
 
-    fp32_weights._whole = gather_some
-    with pytest.raises(CheckpointError, match=r"MemoryError: planted \(on rank 0\); nothing was written"):
+    refusal = pytest.raises(CheckpointError, match=r"MemoryError: planted \(on rank 0\); nothing was written")
+    with pytest.MonkeyPatch.context() as patch, refusal:
+        patch.setattr(fp32_weights, "_whole", gather_some)
         deepspeed.save_fp32(folder, model, optimizer)
     assert os.listdir(Path(folder).parent) == []
 
