@@ -138,7 +138,7 @@ def fail_at(
 
 
 class RaiseInBackward(torch.autograd.Function):
-    """The identity, whose backward raises what it was given."""
+    """The identity, whose backward raises an error like the one that it was given."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
@@ -147,7 +147,7 @@ class RaiseInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        raise ctx.error
+        raise type(ctx.error)(*ctx.error.args)  # not itself: its traceback holds the graph, which holds it
 
 
 def mlp(dtype: torch.dtype = torch.float32, width: int = 8, layers: int = 3) -> nn.Sequential:
