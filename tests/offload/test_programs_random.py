@@ -457,7 +457,7 @@ class OverlappedRun(RuleBasedStateMachine):
         model.uses_late = old.model.uses_late
         fresh: dict[Tensor, nn.Parameter] = {}
         for parameter, other in zip(model.parameters(), old.model.parameters(), strict=True):
-            parameter.data = parameter.data.to(other.dtype)
+            parameter.data = torch.empty_like(other).copy_(parameter.data)  # thresholds follow the order in memory
             parameter.requires_grad_(other.requires_grad)
             fresh[other] = parameter
         groups = [{"params": [fresh[one] for one in group["params"]]} for group in old.optimizer.param_groups]
