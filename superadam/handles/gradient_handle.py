@@ -442,23 +442,24 @@ def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     return _taken(tensor if type(tensor) is GradientHandle else shards.local_of(tensor))
 
 
-def references(tensor: Any) -> tuple[int, int, int, int]:
+def references(in_python: int, tensor: Any) -> tuple[int, int, int, int]:
     """Count the references to a tensor, Python's and torch's, and those to its memory.
 
-    Versions of both count differently, so compare with a tensor that is referred to as usual. A variable of the caller
-    is a reference more; an attribute or an element that it passes is not.
+    Versions of both count differently, so compare with a tensor that is referred to as usual. The caller counts
+    Python's, of an attribute or an element: while torch.compile is at work in any thread, and from an error of
+    it on, what is passed to a function in Python is referred to once more.
     """
     storage = tensor.untyped_storage()
     of_memory = sys.getrefcount(storage), storage_use_count(storage_key(storage))
-    return sys.getrefcount(tensor), tensor_use_count(tensor), *of_memory
+    return in_python, tensor_use_count(tensor), *of_memory
 
 
 _alone = torch.empty(1, device="cpu")
 _alone.grad = torch.empty(1, device="cpu")
 _views = [torch.empty(1, device="cpu").view(1)]
-_OF_GRADIENT = references(_alone.grad)
-_OF_ELEMENT = references(_views[0])
-_OF_BASE = references(_alone.grad if torch_private.missing else base_of(_views[0]))
+_OF_GRADIENT = references(sys.getrefcount(_alone.grad), _alone.grad)
+_OF_ELEMENT = references(sys.getrefcount(_views[0]), _views[0])
+_OF_BASE = _OF_GRADIENT if missing else references(sys.getrefcount(base_of(_views[0])), base_of(_views[0]))
 
 
 def is_held(values: Any, key: Any, holders: int) -> bool:
@@ -469,11 +470,12 @@ def is_held(values: Any, key: Any, holders: int) -> bool:
     if torch_private.missing:  # nothing is counted
         return True
     try:
-        found, is_view = references(values[key]), base_of(values[key]) is not None
+        found, is_view = references(sys.getrefcount(values[key]), values[key]), base_of(values[key]) is not None
     except NotImplementedError:  # of a transform of torch.func, which has no memory to look at
         return True
     usual = (_OF_ELEMENT[0] + holders, _OF_ELEMENT[1], _OF_GRADIENT[2], _OF_GRADIENT[3] + is_view)
-    if is_view and not all(map(operator.le, references(base_of(values[key])), _OF_BASE)):
+    of_base = references(sys.getrefcount(base_of(values[key])), base_of(values[key])) if is_view else _OF_BASE
+    if not all(map(operator.le, of_base, _OF_BASE)):
         return True
     return not all(map(operator.le, found, usual))
 
@@ -481,7 +483,8 @@ def is_held(values: Any, key: Any, holders: int) -> bool:
 def is_exclusive(parameter: Any) -> bool:
     """Return whether only `.grad` refers to the gradient and its memory, not even the caller."""
     is_strided = parameter.grad.layout is torch.strided
-    return is_strided and all(map(operator.le, references(parameter.grad), _OF_GRADIENT))
+    count = sys.getrefcount(parameter.grad)
+    return is_strided and all(map(operator.le, references(count, parameter.grad), _OF_GRADIENT))
 
 
 def _is_exclusive_distributed(parameter: Any) -> bool:
@@ -491,7 +494,8 @@ def _is_exclusive_distributed(parameter: Any) -> bool:
         return False
     local: Any = shards.local_of(gradient)
     present = sys.getrefcount(gradient), tensor_use_count(gradient), sys.getrefcount(local), tensor_use_count(local)
-    return all(map(operator.le, present, (*_OF_GRADIENT[:2], _OF_GRADIENT[0], 1)))  # the attribute refers to the part
+    in_variable = _OF_GRADIENT[0] + 1
+    return all(map(operator.le, present, (in_variable, _OF_GRADIENT[1], in_variable, 1)))  # the attribute has the part
 
 
 def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
@@ -511,7 +515,7 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
     ours = Counter(storage_key(part.untyped_storage()) for part in parts.values())
 
     def is_shared(part: Tensor) -> bool:
-        _, _, in_python, in_torch = references(part)
+        _, _, in_python, in_torch = references(0, part)
         known = ours[storage_key(part.untyped_storage())] + (base_of(part) is not None)
         return in_python > _OF_GRADIENT[2] or in_torch - known >= _OF_GRADIENT[3]
 

@@ -62,6 +62,12 @@ handler runs. Of the public managers, a handler that raises between them could l
 is_profiling: Callable[[], bool] = _find("autograd._profiler_enabled", bool)
 """Whether a profiler looks at this thread; `bool()` is False."""
 
+_find("autograd.graph._allow_mutation_on_saved_tensors_enabled", False)
+may_graphs_survive_writes: Callable[[], bool] = functools.partial(
+    getattr, torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False
+)
+"""Whether torch copies what graphs have saved before an operation writes to it; it sees no writes of kernels."""
+
 _without_transforms: Any = _find("_C._DisableFuncTorch", contextlib.nullcontext)
 _without_modes: Any = _find("utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from superadam.kernels.places import ADDRESS, LAYOUT, NOWHERE, STORAGE, VERSION, Places, compare, places_of
-from superadam.kernels.torch_private import storage_reference, version_of
+from superadam.kernels.torch_private import may_graphs_survive_writes, storage_reference, version_of
 
 _DISTRUSTED = -1
 
@@ -98,6 +98,10 @@ class Fingerprints:
         is_all = len(rows) == len(self._parameters)
         bumped = [*self._parameters] if is_all else [self._parameters[row] for row in rows.tolist()]
         versions = self._known_versions[rows] + 1
+        if may_graphs_survive_writes():
+            for parameter in bumped:
+                parameter.copy_(parameter)  # a write that torch sees
+            versions = self._places(rows.tolist())[:, VERSION] + 1
         if self._wholes is not None:
             bumped += [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
             versions += 1  # also where both are one tensor, as its version is added to itself

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from superadam.devices.flat import FlatTensors
 from superadam.distributed import shards
@@ -133,6 +134,10 @@ class Pending:
 
 def check_parameter(parameter: Tensor, name: str) -> None:
     """Raise TypeError unless this is a dense real tensor of a supported dtype, not Partial, that counts versions."""
+    if is_lazy(parameter):
+        raise TypeError(
+            f"{name} has no shape yet, expected one with values; run the model once before making the optimizer"
+        )
     if parameter.is_complex():
         raise TypeError(
             f"{name} is complex ({parameter.dtype}), expected a real dtype; optimize torch.view_as_real of it instead"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superadam.handles.gradient_handle import GradientHandle, is_exclusive, take_gradient, taken_of
+from superadam.handles.gradient_handle import GradientHandle, is_exclusive, is_held, take_gradient, taken_of
 from superadam.handles.taken_gradient import TakenGradient
 
 
@@ -589,6 +589,28 @@ def test_gradient_is_taken_in_later_calls_too() -> None:
         assert is_exclusive(parameter)
         assert (lambda it: (lambda it: take_gradient(it))(it))(parameter) is not None
         assert taken_of(parameter.grad) is not None
+
+
+def test_references_are_counted_while_a_compiler_is_at_work() -> None:
+    """Another evaluator of frames, as torch.compile sets for all threads, counts arguments once more."""
+    parameter, views = _with_gradient(torch.ones(3)), [torch.ones(3).view(3)]
+    held, found = [parameter.grad], []
+
+    def count() -> None:
+        found.append(is_exclusive(parameter))
+        held.clear()
+        found.extend([is_exclusive(parameter), is_held(views, 0, 0)])
+
+    def look(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        thread = threading.Thread(target=count)
+        thread.start()
+        thread.join()
+        return x + 1
+
+    torch.compile(look, backend="eager")(torch.ones(1))
+    torch.compiler.reset()
+    assert found == [False, True, False]
 
 
 HOLDERS: dict[str, Callable[[Any], object]] = {

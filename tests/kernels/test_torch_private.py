@@ -192,6 +192,22 @@ def _() -> bool:
     return all(type(one) is Tensor and one.data_ptr() and not one.is_inference() for one in made)
 
 
+@relied_on(
+    "tells of graphs that survive writes to what they have saved",
+    "autograd.graph._allow_mutation_on_saved_tensors_enabled",
+)
+def _() -> bool:
+    weight = torch.ones(1, requires_grad=True)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), torch.no_grad():
+        is_seen = torch_private.may_graphs_survive_writes()
+        with torch.enable_grad():
+            product = weight * weight
+        weight.copy_(weight)
+        torch.utils.dlpack.from_dlpack(weight.detach()).zero_()
+        product.backward()
+    return is_seen and not torch_private.may_graphs_survive_writes() and weight.grad is not None and weight.grad == 2
+
+
 @relied_on("names the keys of a dict in paths of trees", "utils._pytree.MappingKey")
 def _() -> bool:
     paths = [path for path, _ in torch.utils._pytree.tree_flatten_with_path({"a": 1})[0]]

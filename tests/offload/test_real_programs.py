@@ -211,6 +211,21 @@ def optimizers_in_backward_after_their_schedulers(run: Run) -> None:
     step_in_backward(run, run.mlp(16, 64, 16), hooks_are_first=False)
 
 
+@program()
+def graphs_that_survive_a_step(run: Run) -> None:
+    """Two backwards a step apart, of losses of the same parameters: torch copies what the later one has saved."""
+    model = run.mlp(16, 64, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    with run.overlap(optimizer, model):
+        for step in range(3):
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                for loss in [run.loss(model, step), run.loss(model, 500 + step)]:
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            run.see(loss)
+
+
 # ---- reinforcement learning -----------------------------------------------------------------------------------------
 
 

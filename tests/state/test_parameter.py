@@ -22,6 +22,7 @@ UNFIT: dict[str, tuple[Callable[[], Tensor], str]] = {
     "booleans": (lambda: torch.zeros(3, dtype=torch.bool), "is torch.bool, expected one of float32"),
     "float8": (lambda: torch.zeros(3).to(torch.float8_e4m3fn), "is torch.float8_e4m3fn, expected one of float32"),
     "complex": (lambda: torch.zeros(3, dtype=torch.complex64), "is complex .*torch.view_as_real"),
+    "lazy": (torch.nn.UninitializedParameter, "has no shape yet.*run the model once"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "has layout torch.sparse_coo.*to_dense"),
     "of inference mode": (lambda: torch.inference_mode()(torch.zeros)(3), "was made in inference mode.*clone"),
     "compressed": (lambda: torch.eye(3).to_sparse_csr(), "has layout torch.sparse_csr.*to_dense"),

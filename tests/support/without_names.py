@@ -31,6 +31,7 @@ NEEDED_ALONE = (
     "_foreach_copy_",
     "utils._pytree.register_pytree_node",
     "autograd._profiler_enabled",
+    "autograd.graph._allow_mutation_on_saved_tensors_enabled",
 )
 """Names that are not needed to take gradients, but by the optimizer itself, which does without each."""
 
