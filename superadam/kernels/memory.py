@@ -6,12 +6,18 @@ from torch import Tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
+    """Whether a strided tensor's storage holds its elements.
+
+    It may have been freed, be that of a handle (`x.data = p.grad`) or, on meta, never have been allocated.
+    """
     if not tensor.numel():
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
     try:
-        return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
+        storage = tensor.untyped_storage()
+        return not tensor.is_meta and storage.nbytes() >= needed and storage.data_ptr() != 0
     except NotImplementedError:  # of a transform of torch.func, which reads another tensor
         return True
+    except RuntimeError:  # `forbid_memory`
+        return False

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
+from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ARRAYS, Piece, flat
@@ -92,7 +94,9 @@ class ResidentStates:
         self._device.wait(Stream.CURRENT, self._updated)  # perhaps on the current stream of another thread
         for piece in leaving:
             for name, distant in self._held[piece].items():
-                self._device.copy(flat(piece.elements_of(getattr(piece.state, name))), distant, Stream.CURRENT)
+                home = flat(piece.elements_of(getattr(piece.state, name)))
+                with torch_private.inference_mode(home.is_inference()), torch.no_grad():  # the first enables it
+                    self._device.copy(home, distant, Stream.CURRENT)
         self._device.record(Stream.CURRENT).synchronize()
         for piece in leaving:
             del self._held[piece]

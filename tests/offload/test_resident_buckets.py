@@ -185,6 +185,18 @@ def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: De
     pair(reading, device)
 
 
+def test_state_that_was_replaced_in_inference_mode_comes_home(device: Device) -> None:
+    def replacing(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
+        train(model, optimizer, range(2))
+        with torch.inference_mode():
+            for parameter in model.parameters():
+                optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"] * 0.5
+        train(model, optimizer, range(2, 5))
+        return [bits(optimizer.state[parameter]["exp_avg"]) for parameter in model.parameters()]
+
+    pair(replacing, device)
+
+
 def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None:
     model = mlp(torch.bfloat16)
     optimizer = adam(model)

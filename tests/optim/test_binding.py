@@ -65,16 +65,20 @@ def test_one_element_without_memory_is_refused_and_not_read(freed: str) -> None:
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("when", ["at first", "in a new group", "before speculation"])
+@pytest.mark.parametrize("when", ["at first", "in a new group", "before speculation", "for a taken gradient"])
 def test_a_parameter_without_memory_is_refused_from_the_first_step_on(when: str, dtype: torch.dtype) -> None:
     freed, other = (nn.Parameter(torch.ones(5, dtype=dtype)) for _ in range(2))
     optimizer = SpeculativeCPUAdam([other] if when == "in a new group" else [freed, other], lr=0.1)
     if when == "in a new group":
         train(optimizer, 0)
         optimizer.add_param_group({"params": [freed]})
-    freed.untyped_storage().resize_(0)
     for one in (freed, other):
         one.grad = torch.ones(5, dtype=dtype)
+    if when == "for a taken gradient":
+        optimizer.speculate()
+        freed.data = freed.grad
+    else:
+        freed.untyped_storage().resize_(0)
     before = bits(other)
     if when == "before speculation":
         optimizer.speculate()
