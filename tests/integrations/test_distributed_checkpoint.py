@@ -294,6 +294,9 @@ def test_damage_anywhere_is_refused_and_the_intact_one_named(pair, tmp_path):
             assert f"load {newest if path.name == 'latest' else older}, which is intact" in words
         path.unlink()
         assert path.name in refused(tmp_path, *other)
+        path.mkdir()
+        assert f"load {newest if path.name == 'latest' else older}, which is intact" in refused(tmp_path, *other)
+        path.rmdir()
         path.write_bytes(intact)
     (newest / "additional").touch()
     assert "additional" in refused(tmp_path, *other)
