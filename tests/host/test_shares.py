@@ -75,7 +75,7 @@ SLURM = {"SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
 
 
 def test_nonsense_is_refused(tmp_path):
-    numbers = [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8")]
+    numbers = [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8"), ("0", "1" * 7)]
     told = "^LOCAL_RANK is '.*' and LOCAL_WORLD_SIZE is '.*', expected the number"
     cases = [({"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count}, told) for number, count in numbers]
     tasks_of_another_node = "SLURM_LOCALID is '0' and SLURM_STEP_TASKS_PER_NODE is "
