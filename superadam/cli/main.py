@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _failed(sentence: str, status: int) -> int:
     try:
-        sys.stderr.write(f"superadam: {sentence}\n")
+        sys.stderr.write(f"superadam: {' '.join(sentence.splitlines())}\n")  # names may have line breaks
         sys.stderr.flush()
     except OSError:
         _abandon(sys.stderr)

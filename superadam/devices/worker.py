@@ -96,7 +96,13 @@ class ThreadWorker(Worker):
         self._is_awaited = False
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
         with deferred_signals():
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the scheduler's worker has no thread ({error}), expected one more in this process; allow it more "
+                    "threads (ulimit -u, pids.max of its control group) or memory, or train without a scheduler"
+                ) from error
             atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
     def submit(self, job: Job) -> None:

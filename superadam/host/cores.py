@@ -84,7 +84,11 @@ def bind_thread(cpus: Set[int]) -> None:
 def call_near(cpus: Set[int], work: Callable[[], _Result]) -> _Result:
     """Call `work` in a thread on these CPUs, and return its result; memory that it first touches is near them.
 
-    The calling thread keeps its affinity, which other ranks may look at.
+    The calling thread keeps its affinity, which other ranks may look at. It works itself where no thread can start.
     """
     with ThreadPoolExecutor(1, "superadam-near", bind_thread, (cpus,)) as thread:
-        return thread.submit(work).result()
+        try:
+            result = thread.submit(work)
+        except RuntimeError:
+            return work()
+        return result.result()

@@ -40,7 +40,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         process = left.name.split(".")[-2]
         is_own = process == str(own) and left.name not in _written  # of an earlier process of this number
-        if is_own or (process.isdecimal() and not Path("/proc", process).exists()):
+        if is_own or (process.isdecimal() and not _lives(int(process))):
             left.unlink(missing_ok=True)
     _written.add(part.name)
     try:
@@ -53,6 +53,14 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         forks.call_in(own, part.unlink, True)
         _written.discard(part.name)
     synchronize(path.parent)  # the new name
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.getpgid(process)  # /proc may be absent, or hide those of other users
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 _held: set[IO[str]] = set()  # lock files of this process

@@ -54,7 +54,7 @@ def local_rank(host: Host) -> LocalRank:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+    return text.isascii() and text.isdecimal() and len(text) < 7  # no machine has so many ranks
 
 
 def _tasks_on_node(environment: Mapping[str, str]) -> str:

@@ -151,7 +151,7 @@ def sight(path: Path) -> str | None:
     """
     try:
         return hashlib.sha256((path / _MANIFEST).read_bytes()).hexdigest()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return path.name if path.is_dir() and path.name != _LATEST else None
 
 

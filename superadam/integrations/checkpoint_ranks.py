@@ -100,7 +100,9 @@ class CheckpointRanks:
             place = f" (on rank {rank})" if self.size > 1 else ""
             fault = f"{cause}{place}"
             if not isinstance(cause, CheckpointError):
-                fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
+                full = cause.__context__  # where a write failed, torch tells of what is wrong with its archive then
+                told = full if isinstance(full, OSError) and type(cause) is RuntimeError else cause
+                fault = f"{type(told).__name__}: {(str(told).splitlines() or [''])[0]}{place}{self.advice}"
         is_ended = cause is not None and not isinstance(cause, Exception)
         faults, are_begun, are_ended = zip(*self.gather((fault, len(begun), is_ended)), strict=True)
         if cause is not None and is_ended and rank == self.rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -82,21 +81,22 @@ def names() -> list[str]:
 
 def read(name: str) -> Machine:
     """Return a machine by its name, or from a file of the same form; raises `UnplannableError` for what is wrong."""
-    if name in names():
-        text = resources.files("superadam.plan").joinpath("machines", f"{name}.toml").read_text()
-    elif Path(name).is_file():
-        text = Path(name).read_text()
-    else:
+    own = resources.files("superadam.plan").joinpath("machines", f"{name}.toml")
+    file = own if name in names() else Path(name)
+    if not file.is_file():
         raise UnplannableError(
             f"there is no machine {name}, expected a file or one of {', '.join(names())}; write such a file"
         )
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = tomllib.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UnplannableError(f"{name} cannot be read as TOML ({error}); correct it") from error
     known = {field.name: field.default is MISSING for field in fields(Machine)}  # whether it is needed
     if wrong := sorted({*values} - known.keys() | {key for key in known if known[key] and key not in values}):
         raise UnplannableError(f"{name} has or lacks {wrong[0]}, expected {', '.join(sorted(known))}; correct it")
+    for key, kind in {"title": str, "one_memory": bool, "passes": dict}.items():
+        if not isinstance(values.get(key, kind()), kind):
+            raise UnplannableError(f"{key} of {name} is {values[key]!r}, expected a {kind.__name__}; correct it")
     if wrong := sorted({*values.get("passes", PASSES)} ^ {*PASSES}):
         raise UnplannableError(f"passes of {name} have or lack {wrong[0]}, expected {', '.join(PASSES)}; correct it")
     if passes := values.get("passes"):
@@ -111,8 +111,8 @@ def _rate(what: str, row: Any) -> Rate:
     if isinstance(row, dict) and {*row} == {"value", "kind", "source"} and row["kind"] in kinds:
         value, source = row["value"], str(row["source"])
         is_zero_allowed = "reserved" in what or "per_bucket" in what
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        if is_number and (value > 0 or (is_zero_allowed and value == 0)) and source.strip():
+        is_number = type(value) in (int, float) and (1e-30 < value < 1e30 or (is_zero_allowed and value == 0))
+        if is_number and source.strip():
             return Rate(float(value), Kind(row["kind"]), source)
     raise UnplannableError(
         f"{what} is {row!r}, expected a table with value, kind ({', '.join(kinds)}) and source; correct it"

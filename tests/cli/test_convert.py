@@ -105,6 +105,8 @@ def test_each_key_without_counterpart_has_a_line() -> None:
     for key, instead in listed().items():
         assert f"# {key}: 'auto': {instead}" in text.splitlines()
     assert "# zero_optimisation.stage: 3: not known here" in translation.translated({"zero_optimisation": {"stage": 3}})
+    assert "# a b: 1: not known here" in translation.translated({"a\nb": 1})
+    assert "# scheduler.type: [1]: a learning-rate" in translation.translated({"scheduler": {"type": [1]}})
 
 
 def test_auto_is_left_to_the_trainer() -> None:

@@ -15,6 +15,7 @@ FILES = {
     '{"bf16": {"enabled": true}': "is no JSON: line 1",
     '{"bf16": {},\n}': "is no JSON: line 2",
     "[" * 100_000: "is nested too deeply, expected a configuration",
+    f'{{"steps_per_print": {"1" * 5000}}}': "has a number of thousands of digits, expected one that DeepSpeed has",
     "[1]": "holds a list, expected an object",
     '"zero"': "holds a str, expected an object",
     '{"bf16": {}, "bf16": {}}': "bf16 stands in it twice",
@@ -37,6 +38,12 @@ FILES = {
     '{"gradient_accumulation_steps": 0}': "gradient_accumulation_steps is 0",
 }
 """Contents of files that are no configuration of DeepSpeed, and what is said of them."""
+
+MODELS = {
+    "heads": ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
+    "words": ('{"model_type": "llama", "vocab_size": -1}', "Trying to create tensor with negative dimension -1: "),
+}
+"""Folders' config.json that describe no model, and what is said of them."""
 
 WRONG = {
     "fly": "--help",
@@ -67,8 +74,10 @@ WRONG = {
     "bench --wings": "--help",
     "bench --thread 1": "",
     "plan": "superadam plan needs a MODEL, a preset such as phi-4; name one",
+    **{f"plan ./{name}": words for name, (_, words) in MODELS.items()},
     "plan nobody/nothing-here": "nobody/nothing-here is no preset",
     "plan phi-4 --machine abacus": "there is no machine abacus, expected a file or one of",
+    "plan phi-4 --machine two\nlines": "there is no machine two lines, expected a file",
     "plan phi-4 --clipped 2": "",
     "plan phi-4 --batch 0": "",
     "plan phi-4 --gpu-efficiency 0": "",
@@ -90,6 +99,9 @@ def test_a_wrong_input_is_one_sentence(
         Path(f"{number}.json").write_text(content)
     Path("bytes.json").write_bytes(b"\xff\xfe")
     Path("folder").mkdir()
+    for name, (content, _) in MODELS.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(content)
     before = {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
     try:
         status = main(words.split(" "))

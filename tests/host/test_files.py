@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import stat
+from pathlib import Path
 
 import pytest
 from support.children import exit_code_of_child, killed_at
@@ -82,10 +83,13 @@ def test_process_killed_at_any_call_leaves_the_older_file_or_the_new_one(tmp_pat
     assert os.listdir(tmp_path) == ["file"]  # the rest of none of the killed ones
 
 
-def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("proc", ["there", "absent"])
+def test_rest_of_a_killed_process_is_removed_and_nothing_else(proc, tmp_path, monkeypatch):
     other = [".file.1.part", ".file.old.part", ".files.999999999.part", "file.part"]  # process 1 lives
     for name in [*other, ".file.999999999.part", f".file.{os.getpid()}.part"]:
         (tmp_path / name).write_bytes(b"rest")
+    if proc == "absent":
+        monkeypatch.setattr(Path, "exists", lambda path: False)
     replace_file(tmp_path / "file", lambda file: file.write(b"newer"))
     assert sorted(os.listdir(tmp_path)) == sorted([*other, "file"])
 

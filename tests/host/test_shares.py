@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -74,7 +75,7 @@ SLURM = {"SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
 
 
 def test_nonsense_is_refused(tmp_path):
-    numbers = [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8")]
+    numbers = [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8"), ("0", "1" * 7)]
     told = "^LOCAL_RANK is '.*' and LOCAL_WORLD_SIZE is '.*', expected the number"
     cases = [({"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count}, told) for number, count in numbers]
     tasks_of_another_node = "SLURM_LOCALID is '0' and SLURM_STEP_TASKS_PER_NODE is "
@@ -265,7 +266,7 @@ def test_a_bound_thread_binds_itself_and_its_children_alone():
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_call_near_leaves_its_caller_where_it_is():
+def test_a_call_near_leaves_its_caller_where_it_is(monkeypatch):
     before, seen = os.sched_getaffinity(0), []
 
     def work():
@@ -276,6 +277,9 @@ def test_a_call_near_leaves_its_caller_where_it_is():
     assert seen == [({min(before)}, before)]
     with pytest.raises(ZeroDivisionError):
         cores.call_near({min(before)}, lambda: 1 // 0)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    assert cores.call_near({min(before)}, work) == "result"  # farther away
+    assert seen[1:] == [(before, before)]
 
 
 def test_a_thread_that_may_not_be_bound_goes_on():

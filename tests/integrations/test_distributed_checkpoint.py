@@ -294,6 +294,9 @@ def test_damage_anywhere_is_refused_and_the_intact_one_named(pair, tmp_path):
             assert f"load {newest if path.name == 'latest' else older}, which is intact" in words
         path.unlink()
         assert path.name in refused(tmp_path, *other)
+        path.mkdir()
+        assert f"load {newest if path.name == 'latest' else older}, which is intact" in refused(tmp_path, *other)
+        path.rmdir()
         path.write_bytes(intact)
     (newest / "additional").touch()
     assert "additional" in refused(tmp_path, *other)
@@ -390,14 +393,16 @@ def test_checkpoint_of_another_model_is_refused(change, words, pair, tmp_path):
     assert re.search(words, refused(tmp_path, *other_model(change)))
 
 
-def test_full_disk_is_one_sentence_and_the_older_one_stays(pair, tmp_path):
-    """At whichever file it is full."""
+def test_full_disk_is_one_sentence_and_the_older_one_stays(tmp_path):
+    """At whichever file it is full, or in the middle of a tensor."""
+    model = nn.Linear(200, 99)  # larger than the buffer of a file
+    pair = model, SpeculativeCPUAdamW(model.parameters())
     save(tmp_path, *pair, extra="older")
     before = sorted(tmp_path.rglob("*"))
     sizes = sorted(path.stat().st_size for path in (tmp_path / "save-00000001").iterdir())
 
     def fail():
-        for limit in [0, *(size - 1 for size in sizes)]:
+        for limit in [0, *(size - 1 for size in sizes), *range(1000, sizes[-1], 9999)]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             with pytest.raises(CheckpointError) as error:
                 save(tmp_path, *pair)
@@ -405,7 +410,7 @@ def test_full_disk_is_one_sentence_and_the_older_one_stays(pair, tmp_path):
             words = str(error.value)
             assert words.startswith(f"cannot save a checkpoint to {tmp_path}: ")
             advice = "free some space, or choose another folder that all ranks share"
-            assert words.endswith(f": {advice}; earlier ones are as they were")
+            assert words.endswith(f"[Errno 27] File too large: {advice}; earlier ones are as they were")
             assert "\n" not in words
             assert sorted(tmp_path.rglob("*")) == before
 

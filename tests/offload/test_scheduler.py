@@ -18,6 +18,7 @@ import weakref
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from support.overlap import (
     twins,
 )
 from support.programs import both, frozen
-from support.visible import bits, shown
+from support.visible import bits, refused, shown
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -311,6 +312,15 @@ def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, h
     assert scheduler.statistics.buckets == 0
     assert scheduler.statistics.hidden_share == 0.0
     assert scheduler.optimizer.statistics.speculate_seconds == 0.0
+
+
+def test_scheduler_without_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with monkeypatch.context() as patch, refused(optimizer, RuntimeError, "has no thread .no more., expected one more"):
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no more")))
+        OffloadScheduler(optimizer, model, num_threads=1, device=ThreadDevice())
+    assert_nothing_is_attached(model, optimizer)
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:

@@ -35,14 +35,20 @@ def test_numbers_of_a_machine_have_sources(name: str, tmp_path: Path) -> None:
         ('kind = "published"', 'kind = "guessed"', "expected a table with value, kind"),
         ("value = 96e9", "value = -1", "gpu_memory of .* is"),
         ("value = 96e9", "value = nan", "gpu_memory of .* is"),
-        ("title", "= title", "cannot be read as TOML"),
+        ("value = 96e9", "value = true", "gpu_memory of .* is"),
+        *(("value = 96e9", f"value = {size}", "gpu_memory of .* is") for size in ("1e-300", "1" + "0" * 400)),
+        *(("title", f"{x} title", "cannot be read as TOML") for x in ("=", "x=" + "1" * 5000, "x=" + "[" * 999)),
+        ("title", "\udcff", "cannot be read as TOML"),
+        ("title = ", "title = 1 # ", "title of .* is 1, expected a str"),
+        ("one_memory = false", 'one_memory = "no"', "one_memory of .* is 'no', expected a bool"),
+        ("title", "passes = 1\ntitle", "passes of .* is 1, expected a dict"),
     ],
 )
 def test_files_that_are_wrong_are_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
     text = to_toml(machines.read("gh200")).replace("9.6e+10", "96e9").replace("96000000000.0", "96e9")
     file = tmp_path / "machine.toml"
     assert old in text
-    file.write_text(text.replace(old, new, 1))
+    file.write_text(text.replace(old, new, 1), errors="surrogateescape")
     with pytest.raises(UnplannableError, match=words):
         machines.read(str(file))
 

@@ -44,6 +44,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is no JSON: line {error.lineno}: {error.msg}; correct it") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no text ({error.reason}), expected JSON; pass the file of DeepSpeed") from error
+    except ValueError as error:  # of int()
+        raise UsageError(f"{path} has a number of thousands of digits, expected one that DeepSpeed has") from error
     except RecursionError as error:
         raise UsageError(f"{path} is nested too deeply, expected a configuration of DeepSpeed") from error
     if not isinstance(config, dict):

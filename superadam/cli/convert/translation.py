@@ -235,7 +235,8 @@ def _schedule(found: _Settings, take: Callable[..., Any]) -> None:
     }
     if kind is None:
         return
-    if kind in SCHEDULES:
+    is_known = kind in [*SCHEDULES]
+    if is_known:
         found.trainer["lr_scheduler_type"] = f'"{SCHEDULES[kind]}"'
     else:
         found.notes.append(f"scheduler.type: {_shown(kind)}: a learning-rate scheduler of torch")
@@ -249,7 +250,7 @@ def _schedule(found: _Settings, take: Callable[..., Any]) -> None:
             )
             which = f"auto, which is {instead} of the Trainer" if value == AUTO else f"{_shown(value)}: {instead}"
             found.notes.append(f"scheduler.params.{key}: {which}")
-    if kind in SCHEDULES and parameters["warmup_type"] is None:
+    if is_known and parameters["warmup_type"] is None:
         found.notes.append("scheduler.params.warmup_type: log there unless given; transformers warms up linearly")
 
 
@@ -278,7 +279,7 @@ def _text(found: _Settings, kind: str, stage: int, dtype: str | None) -> str:
             f"# accelerate launch --use_fsdp --fsdp_version 2 "
             f"--fsdp_reshard_after_forward {str(stage == 3).lower()} PROGRAM",
         ]
-    notes = [f"# {note}" for note in found.notes]
+    notes = [f"# {' '.join(note.splitlines())}" for note in found.notes]
     return "\n".join([*lines, *(["", "# what is none of these arguments", *notes] if notes else []), ""])
 
 

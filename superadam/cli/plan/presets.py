@@ -68,7 +68,7 @@ def config_of(model: str) -> PreTrainedConfig:
     what = f"{model} is no preset ({', '.join(presets())})"
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of any class, where a value has a wrong type
         where = "a folder with a config.json that transformers reads" if is_folder else "a model of the hub's cache"
         reason = str(error).strip().split("\n")[0]
         raise UnplannableError(
