@@ -16,6 +16,7 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.host.mapped_files import MappedFiles
+from superadam.kernels import torch_private
 from superadam.kernels.copies import is_plain
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
@@ -74,7 +75,8 @@ def fitted_step(value: object, count: int) -> Tensor:
     if counts_in_place(value):
         return value
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    return torch.tensor(float(count), dtype=dtype, device="cpu")
+    with torch_private.ordinary_tensors():
+        return torch.tensor(float(count), dtype=dtype, device="cpu")
 
 
 def is_of_others(entry: object) -> bool:
