@@ -42,6 +42,7 @@ FILES = {
 MODELS = {
     "heads": ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
     "words": ('{"model_type": "llama", "vocab_size": -1}', "Trying to create tensor with negative dimension -1: "),
+    "layers": ('{"model_type": "llama", "num_hidden_layers": 100000}', "has 100000 layers, expected 1 to 10000"),
 }
 """Folders' config.json that describe no model, and what is said of them."""
 

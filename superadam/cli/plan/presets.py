@@ -19,6 +19,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from superadam.plan import UnplannableError
 from superadam.plan.memory import Setting
 
+MOST_LAYERS = 10_000
+"""More than any model has; each is made once, without memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -74,6 +77,8 @@ def config_of(model: str) -> PreTrainedConfig:
         raise UnplannableError(
             f"{what}, and not {where} ({reason}); name one of these, or put the model's config.json into a folder"
         ) from error
+    if not 0 < (layers := getattr(config, "num_hidden_layers", 1)) <= MOST_LAYERS:
+        raise UnplannableError(f"{model} has {layers} layers, expected 1 to {MOST_LAYERS}; correct its config.json")
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it is trained in 16 bits
     return config
