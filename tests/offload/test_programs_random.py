@@ -451,6 +451,7 @@ class OverlappedRun(RuleBasedStateMachine):
         saved = through_disk({"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()})
         self.plain.optimizer.state_dict()  # adopts what was written to parameters, as that of the other has
         self.close_scheduler()
+        self.plain.optimizer.zero_grad()  # which drops a limit for one step, as no state dict has it
         self.plain.model.zero_grad()  # also of a layer that was taken out of the optimizer
         self.plain.runs.clear()
         model = Model(self.dtype, 1, is_mixed=self.is_mixed)
