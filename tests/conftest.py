@@ -159,6 +159,12 @@ def isa(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_an_earlier_file() -> None:
+    """Free what earlier files have left, which would else go in the middle of a test that counts, or in its child."""
+    gc.collect()
+
+
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Generator[None]:
     """Let torch compute with one thread: its fused Adam rounds the end of each thread's part in another way."""

@@ -5,8 +5,9 @@ import os
 import random
 import shlex
 import signal
+import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from support import ranks
 from support.overlap import ThreadDevice
 from support.shards import ROUNDED, parts_of, wrap
+from support.waiting import wait_until
 from torch import distributed, nn
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -76,6 +77,8 @@ def train(rank: int, *, folder: str) -> None:
             if (step + 1) % EVERY == 0:
                 save(f"{folder}/run", model, optimizer, extra={"step": step + 1}, keep=1)
                 note("saved", step + 1)
+    note("trained")  # and is there for the last one who kills it
+    wait_until(Path(folder, "may-end").exists)
     parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts_of(model, optimizer)]
     note("end", hashlib.sha256(b"".join(parts)).hexdigest())
 
@@ -95,6 +98,7 @@ def pids_of(notes: list[Note], rank: int) -> list[int]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
+    (folder / "may-end").touch()
     ranks.run(train, 2, folder=str(folder))
     return notes_of(folder)
 
@@ -121,6 +125,17 @@ def be_torchrun(variables: dict[str, str], options: list[str], folder: str) -> N
         torchrun, "elastic_launch", lambda config, entrypoint: lambda *_: launch(config, be_a_rank)(folder)
     ):
         torchrun.main(options)
+
+
+def port_for_nobody() -> int:
+    """Return a free port, of those that the system does not give to ranks of other tests, which ask for any."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [*range(10_000, first), *range(last + 1, 1 << 16)]
+    while True:
+        port = random.SystemRandom().choice(others)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))
+            return port
 
 
 def start(command: list[str], port: int, folder: Path) -> Any:
@@ -150,7 +165,7 @@ def test_run_ends_with_the_same_bits_and_no_step_is_made_over_a_newer_checkpoint
     draws = random.Random(seed)
     restarts = int(command[command.index("--max-restarts") + 1])
     kills = draws.randint(1, restarts) if IS_DEEP else 1
-    port = get_free_port()
+    port = port_for_nobody()
     with ExitStack() as stack:
         launchers = []
         for _ in range(nodes):
@@ -165,7 +180,8 @@ def test_run_ends_with_the_same_bits_and_no_step_is_made_over_a_newer_checkpoint
             lines, deadline = lines + len(notes), time.monotonic() + 200
             while all(launcher.is_alive() for launcher in launchers):
                 notes = notes_of(tmp_path)
-                if len(notes) >= lines and len(pids_of(notes, victim)) > made:
+                is_due = len(notes) >= lines or any(what == "trained" for _, what, _ in notes[-2:])
+                if is_due and len(pids_of(notes, victim)) > made:
                     break
                 assert time.monotonic() < deadline, "the run hangs"
                 time.sleep(0.002)
@@ -174,6 +190,7 @@ def test_run_ends_with_the_same_bits_and_no_step_is_made_over_a_newer_checkpoint
                 break
             os.kill(pids_of(notes, victim)[-1], signal.SIGKILL)
             made += 1
+        (tmp_path / "may-end").touch()
         for launcher in launchers:
             launcher.join(200)
         assert [launcher.exitcode for launcher in launchers] == [0] * nodes, (tmp_path / "output").read_text()

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import ranks
+from support.waiting import wait_until
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -40,13 +40,6 @@ def train(model: Any, optimizer: Any, seed: int) -> None:
 # ---- two jobs --------------------------------------------------------------------------------------------------------
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + ranks.SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[Any, list[str], str]:
     """Resume or start, and save so often, together with the other job; return what was resumed, saved and refused."""
     model, optimizer = make()
@@ -54,7 +47,7 @@ def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[
     extra = None if path is None else load(path, model, optimizer)
     Path(folder, f"{job}-{rank}").touch()
     for one in (0, 1):
-        wait_for(Path(folder, f"{other}-{one}"))
+        wait_until(Path(folder, f"{other}-{one}").exists)
     saved = []
     for number in range(saves):
         train(model, optimizer, number)

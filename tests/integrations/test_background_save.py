@@ -337,7 +337,7 @@ def test_forked_process_saves_beside_a_save(tmp_path, monkeypatch):
         wait()
 
     try:
-        assert exit_code_of_child(save_again, 30) == 0
+        assert exit_code_of_child(save_again) == 0
     finally:
         gate.open()
         wait()
@@ -421,10 +421,11 @@ def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path, monkeypatc
 
 def in_a_while(work: Callable[[], object], seconds: float = 0.05) -> None:
     """Check that Ctrl-C ends something that waits."""
-    has_ended = threading.Event()
+    has_begun, has_ended = threading.Event(), threading.Event()
 
     def interrupt() -> None:
         """Do it again where Python has lost it, as in a callback of the collector."""
+        has_begun.wait()
         if not has_ended.wait(seconds):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         while not has_ended.wait(30):
@@ -432,7 +433,8 @@ def in_a_while(work: Callable[[], object], seconds: float = 0.05) -> None:
 
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        has_begun.set()
         work()
     has_ended.set()
     interrupting.join()
@@ -468,7 +470,9 @@ def test_interrupt_of_a_save_at_random_moments(tmp_path):
     train(*plain)
     interrupted = 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    for seed in range(24):
+    for seed in range(1000):
+        if seed >= 24 and interrupted > 1:  # after few, where the machine is quick
+            break
         try:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + 0.02 * float(torch.rand((), generator=generator)))

@@ -20,6 +20,9 @@ from superadam.kernels.native import Dtype, Pass
 
 CHUNKS_PER_THREAD = 16  # of cpu/run.c: shorter jobs do not wake another thread
 
+TRIES = 50
+"""Of what a busy machine may not let happen each time, and a fault never."""
+
 
 def make_job(*lengths: int, which: Pass = Pass.UPDATE) -> Job:
     segments = [
@@ -88,11 +91,17 @@ def test_as_many_threads_work_as_a_job_was_given():
         job = make_job(1 << 18, which=Pass.NORM)
         table = np.repeat(job.table(), 256)
         for threads in (2, 5):
-            before = processor_nanoseconds(ours)
-            native.run(Pass.NORM, table, isa="scalar", threads=threads)
-            ran = processor_nanoseconds(ours) - before
-            working = sum(one > ran.sum() / 128 for one in ran)
-            assert min(threads, 3) <= working <= threads  # a busy machine may let the others come too late
+            most = 0
+            for _ in range(TRIES):
+                before = processor_nanoseconds(ours)
+                native.run(Pass.NORM, table, isa="scalar", threads=threads)
+                ran = processor_nanoseconds(ours) - before
+                working = sum(one > ran.sum() / 128 for one in ran)
+                assert working <= threads
+                most = max(most, working)
+                if most >= min(threads, 3):  # a busy machine may let the others come too late
+                    break
+            assert most >= min(threads, 3)
 
     assert exit_code_of_child(work) == 0
 
@@ -203,20 +212,22 @@ def test_the_interpreter_goes_on_while_a_job_runs():
     """The GIL is released: another Python thread counts while this one is inside a single long call."""
     job = make_job(1 << 18)
     table = np.repeat(job.table(), 128)
-    inside, counts = threading.Event(), []
+    ends, counts = threading.Event(), []
 
     def count():
-        inside.wait()
-        while inside.is_set():
+        while not ends.wait(0.0005):
             counts.append(time.perf_counter())
-            time.sleep(0.0005)
+
+    def counts_beside() -> bool:
+        begin = time.perf_counter()
+        native.run(Pass.NORM, table, isa="scalar", threads=1)
+        end = time.perf_counter()
+        return sum(begin < at < end for at in counts) >= 3  # if the GIL was held, once before and once after the call
 
     counter = threading.Thread(target=count)
     counter.start()
-    inside.set()
-    begin = time.perf_counter()
-    native.run(Pass.NORM, table, isa="scalar", threads=1)
-    end = time.perf_counter()
-    inside.clear()
-    counter.join()
-    assert sum(begin < at < end for at in counts) >= 3
+    try:
+        assert any(counts_beside() for _ in range(TRIES))
+    finally:
+        ends.set()
+        counter.join()

@@ -79,7 +79,7 @@ def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
     thread.start()
     assert is_inside.wait(60)
     try:
-        assert exit_code_of_child(use, seconds=10) == 0
+        assert exit_code_of_child(use) == 0
     finally:
         may_leave.set()
         thread.join()

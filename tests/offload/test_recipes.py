@@ -120,8 +120,8 @@ def test_learning_rate_finder_leaves_everything_as_it_was() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def workers() -> int:
-    return sum(thread.name == "superadam-worker" for thread in threading.enumerate())
+def workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "superadam-worker"}
 
 
 @pytest.fixture
@@ -133,17 +133,16 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_framework_that_makes_its_optimizer_again_leaves_no_scheduler_open(overlapped: Any) -> None:
-    gc.collect()
     before = workers()
     framework = overlapped.Framework(recipe_model(), overlapped.OverlappedAdamW, lr=3e-3)
     forgotten = []
     for number in range(3):
         framework.fit(range(4))
-        assert workers() == before + 1
+        assert len(workers() - before) == 1
         assert framework.optimizer.statistics.accepted > 0  # no older scheduler takes its gradients
         forgotten.append(weakref.ref(framework.optimizer))
         framework.set_options(lr=1e-3 * (number + 1))
-        assert workers() == before
+        assert workers() <= before
         gc.collect()
         assert [one() for one in forgotten] == [None] * len(forgotten)
 
@@ -157,7 +156,7 @@ def test_optimizer_that_was_closed_trains_on_and_is_freed(overlapped: Any) -> No
     framework.fit(range(3))
     framework.optimizer.close()
     framework.fit(range(3, 6))
-    assert workers() == before
+    assert workers() <= before
     twin.fit(range(6))
     assert frozen(framework.model.state_dict()) == frozen(twin.model.state_dict())
     model, optimizer = weakref.ref(framework.model), weakref.ref(framework.optimizer)
