@@ -1226,15 +1226,15 @@ def storage_moved_to_shared_memory(model: Any, optimizer: Any, step: int, run: R
 def parameters_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """As 3D Gaussian splatting does: a new parameter takes over the gradient and half of the state of an old one."""
     if step in (2, 3):
-        old = model.blocks[0].weight
+        old, params = model.blocks[0].weight, optimizer.param_groups[0]["params"]
+        place = next(i for i, p in enumerate(params) if p is old)
         new = nn.Parameter(old.detach() * 0.5)
         new.grad = old.grad
         entry = dict(optimizer.state.pop(old))
         entry.pop("master", None)
         entry["exp_avg"] = entry["exp_avg"] * 0.5
         optimizer.state[new] = entry
-        params = optimizer.param_groups[0]["params"]
-        params[next(i for i, p in enumerate(params) if p is old)] = new
+        params[place] = new
         model.blocks[0].weight = new
 
 
