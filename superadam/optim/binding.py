@@ -136,6 +136,7 @@ class Binding(GradientHolder):
         self.process_group: dist.ProcessGroup | None = None
         self.storage = storage
         self._transaction: Transaction | None = None
+        self._knowledge: Callable[[ParameterTable], None] | None = None  # of the last table, until there is another
         self._is_compared = False  # with other ranks
         self._statistics = statistics
 
@@ -306,6 +307,7 @@ class Binding(GradientHolder):
 
     def _forget_binding(self) -> None:
         if self._transaction is not None:
+            self._knowledge = self._transaction.table.knowledge()
             self._transaction.table.forget_all_but(())
         self._transaction = None
         if self.overlap is not None:
@@ -337,7 +339,7 @@ class Binding(GradientHolder):
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known = self._unbind()
         before = None if self._transaction is None else self._transaction.table
-        written = set[int]() if before is None else {*map(id, before.written())}
+        knowledge = self._knowledge if before is None else before.knowledge()
         arrays = {} if before is None else before.moved_arrays(before.all_rows)
         moved = {} if before is None else {id(before.states[row]): names for row, names in arrays.items()}
         new_values = NewValues() if self.overlap is None else self.overlap._transfers
@@ -361,7 +363,11 @@ class Binding(GradientHolder):
             table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
             for state in states:
                 self.published.read(state, table, moved.get(id(state), ()))
-                if id(state) in written or not has_memory(state.local):  # which the next step refuses
+            if knowledge is not None:
+                knowledge(table)
+            self._knowledge = knowledge = None  # which refers to masters
+            for state in states:
+                if not has_memory(state.local):  # which the next step refuses
                     table.fingerprints.distrust(state.row)
         except BaseException:  # the table before has rows of these states no longer; what they hold is in the entries
             self._forget_binding()

@@ -223,10 +223,25 @@ class ParameterTable:
             return self.all_rows
         return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))
 
-    def written(self) -> list[ParameterState]:
-        """Return the states of parameters to which others may have written."""
-        moved = self.fingerprints.look()
-        return [self.states[row] for row in {*moved, *self.fingerprints.seen_hints(self.all_rows)}]
+    def knowledge(self) -> Callable[[ParameterTable], None]:
+        """Return what tells the table after this one who has written last to parameters and masters that both have."""
+        fingerprints, parameters, known_masters = self.fingerprints, self.parameters, self._known_masters
+        masters = [state.master for state in self.states]
+        addresses = self._places[ARRAYS.index("master") :: len(ARRAYS), ADDRESS].tolist()
+
+        def tell(other: ParameterTable) -> None:
+            written = {*fingerprints.look(), *fingerprints.seen_hints(np.arange(len(parameters)))}
+            for row, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
+                state = other.state_of(parameter)
+                if state is None:
+                    continue
+                if row in written:
+                    other.fingerprints.distrust(state.row)
+                elif master is not None and state.master is master and master.data_ptr() == addresses[row]:
+                    other.fingerprints.remember(state.row)
+                    other._known_masters[state.row] = known_masters[row]
+
+        return tell
 
     def are_ready(self, rows: Rows, runs: Runs) -> bool:
         """Whether these rows have everything that a step reads and writes."""

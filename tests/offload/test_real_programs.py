@@ -295,6 +295,25 @@ def stochastic_weight_averaging(run: Run) -> None:
     run.see(swa.state_dict(), ema.state_dict(), dict(model.named_buffers()))
 
 
+@program()
+def averages_saved_between_schedulers(run: Run) -> None:
+    """Swapped in through `.data`, and out again: masters keep what a bf16 weight cannot hold."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    for phase in range(3):
+        with run.overlap(optimizer, model):
+            for step in range(2):
+                run.loss(model, 2 * phase + step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+        through_a_file(optimizer.state_dict())
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+
+
 # ---- gradients between backward and step ----------------------------------------------------------------------------
 
 

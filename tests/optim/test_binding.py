@@ -8,7 +8,7 @@ from support.optimizers import make, train_alike, trained
 from support.visible import bits, give_gradients, parameter, parameters_of, train
 from torch import nn
 
-from superadam import SpeculativeCPUAdam
+from superadam import OffloadScheduler, SpeculativeCPUAdam
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -30,7 +30,11 @@ def test_groups_that_could_not_be_bound_and_are_as_before_go_on(dtype: torch.dty
     train_alike(optimizer, twin, 2, 3, speculative=is_speculative)
 
 
-@pytest.mark.parametrize("edits", ["master", "master, moment", "moment, master", "moment, save, master"])
+EDITS = ["master", "master, moment", "moment, master", "moment, save, master"]
+EDITS += ["master, group", "master, open", "open, master, close", "open, master, close, open", "master, group, open"]
+
+
+@pytest.mark.parametrize("edits", EDITS)
 def test_a_master_that_was_written_to_counts_whatever_else_was_replaced(edits: str) -> None:
     weight = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
     optimizer = SpeculativeCPUAdam([weight], lr=1e-3)
@@ -42,6 +46,12 @@ def test_a_master_that_was_written_to_counts_whatever_else_was_replaced(edits: s
             entry["master"].add_(1.0)
         elif edit == "moment":
             entry["exp_avg"] = entry["exp_avg"].clone()
+        elif edit == "group":
+            optimizer.add_param_group({"params": [parameter(3)]})
+        elif edit == "open":
+            scheduler = OffloadScheduler(optimizer, nn.ParameterList([weight]))
+        elif edit == "close":
+            scheduler.close()
         else:
             optimizer.state_dict()
     optimizer.step()
