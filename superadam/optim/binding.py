@@ -151,6 +151,7 @@ class Binding(GradientHolder):
         with deferred_signals():
             self._unbind()
             self._forget_binding()
+            self._knowledge = None  # of masters that may be large, and come back no more
             self.published = PublishedState(entries, self._lock)
 
     def join(self, process_group: dist.ProcessGroup | None) -> None:
