@@ -81,7 +81,7 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
 
     Raises BlockingIOError if another process still holds it after so many seconds, and OSError.
     """
-    with path.open("a") as file:
+    with open(path, "a", opener=_opened_at_once) as file:
         _held.add(file)
         try:
             _take(file, seconds)
@@ -90,6 +90,10 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
             _held.discard(file)
             if not file.closed:  # as it is in a forked child
                 fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that Python did not fork
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe would wait for a reader
 
 
 def _take(file: IO[str], seconds: float) -> None:

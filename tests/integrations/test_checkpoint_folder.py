@@ -74,6 +74,25 @@ def test_damaged_missing_and_additional_files_are_refused(tmp_path):
         verify(tmp_path)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_reading_might_wait_for_is_damage(tmp_path, make):
+    """Also a file of a size that no manifest has."""
+    older, newest = save(tmp_path, b"older"), save(tmp_path, b"newer")
+    for path in (newest / "manifest.json", tmp_path / "latest"):
+        os.truncate(path, 2**40)
+        with pytest.raises(CheckpointError, match=f"{path.name} is missing or damaged"):
+            verify(tmp_path)
+        path.unlink()
+        make(path)
+        with pytest.raises(CheckpointError, match=f"{path.name} is missing or damaged"):
+            verify(tmp_path)
+        assert verify(older) == older
+    (tmp_path / ".lock").unlink()
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(OSError, match=r"\.lock"):
+        save(tmp_path)
+
+
 def test_files_of_another_checkpoint_are_refused(tmp_path):
     """Also where all of them are intact: `latest` knows the manifest."""
     older, newest = save(tmp_path, b"older"), save(tmp_path, b"newer")
