@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from superadam.host import forks
-from superadam.host.files import locked, replace_file, synchronize
+from superadam.host.files import lock, replace_file, synchronize
 
 FORMAT = 2  # in every manifest; a later layout gets the next number
 
@@ -99,7 +99,7 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        stack.enter_context(locked(folder / ".lock", LOCK_SECONDS))
+        lock(folder / ".lock", LOCK_SECONDS, stack)
     except BlockingIOError:
         raise CheckpointError(f"another process has been saving there for {LOCK_SECONDS:g} seconds") from None
     there = look(folder)
@@ -112,8 +112,8 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     _delete_parts(folder)
     number = 1 + max(map(_number, _checkpoints(folder)), default=0)
     part = _part_of(folder / f"save-{number:08}")
-    part.mkdir()
     stack.callback(forks.call_in, os.getpid(), shutil.rmtree, part, True)
+    part.mkdir()
     return part
 
 

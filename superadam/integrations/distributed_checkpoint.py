@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,7 @@ def save(
         nullcontext() if wait else background_save.beginning,
         _counted_steps(optimizer) as steps,
         ExitStack() as stack,
+        closing(stack),  # whose end goes on where Ctrl-C interrupts it
     ):
         background_save.wait()
         group = process_group if wait else background_save.group_beside(process_group)
