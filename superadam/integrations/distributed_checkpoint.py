@@ -245,6 +245,7 @@ class _NewCheckpoint:
         is_first = self.ranks.rank == 0
         planner = self._planner = checkpoint_tensors.Planner()
         writer = self._writer = FileSystemWriter(self.part, overwrite=False, sync_files=False)
+        writer.fs = checkpoint_tensors.Files()
         if self.is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
             writer.per_thread_copy_ahead = 0  # the planner makes tensors one after the other
 

@@ -1,6 +1,7 @@
 """`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
 
 import contextlib
+import gc
 import os
 import re
 import resource
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.integrations import checkpoint_folder
+from superadam.integrations import checkpoint_contents, checkpoint_folder
 from superadam.integrations.distributed_checkpoint import CheckpointError, latest, load, save
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -469,6 +470,21 @@ def test_interrupt_at_any_line_of_the_end_leaves_no_lock(pair, tmp_path, monkeyp
         if len(kept) < number:
             break
     assert len(kept) > 10
+
+
+def test_interrupt_before_torch_ends_an_archive_ends_no_process(pair, tmp_path, monkeypatch):
+    """torch ends it when its object is deleted, after the file was closed."""
+
+    def save_interrupted() -> None:
+        exit_of_archive = Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr(torch.serialization._open_zipfile_writer_buffer, "__exit__", exit_of_archive)
+        with contextlib.suppress(KeyboardInterrupt):
+            save(tmp_path, *pair)
+        gc.collect()
+        assert exit_of_archive.called
+
+    monkeypatch.setattr(checkpoint_contents, "bytes_of_values", Mock(return_value=b""))  # an archive in memory
+    assert exit_code_of_child(save_interrupted) == 0
 
 
 def test_torch_tells_of_its_archive_where_a_write_was_interrupted(pair, tmp_path, monkeypatch):
