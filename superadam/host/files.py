@@ -7,10 +7,11 @@ import glob
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
+from weakref import WeakSet
 
 from superadam.host import forks
 
@@ -63,33 +64,37 @@ def _lives(process: int) -> bool:
     return True
 
 
-_held: set[IO[str]] = set()  # lock files of this process
+_held: WeakSet[IO[str]] = WeakSet()  # lock files of this process
 
 
 def _close_held() -> None:
     """Close them in a child that was forked, so that the lock ends with the process that took it."""
-    while _held:
-        _held.pop().close()
+    for file in _held:
+        file.close()
 
 
 os.register_at_fork(after_in_child=_close_held)
 
 
-@contextmanager
-def locked(path: Path, seconds: float) -> Iterator[None]:
-    """Hold the lock of a file, which is created if need be; the system releases it when this process ends.
+def lock(path: Path, seconds: float, stack: ExitStack) -> None:
+    """Hold the lock of a file, which is created if need be, until `stack` or this process ends.
 
-    Raises BlockingIOError if another process still holds it after so many seconds, and OSError.
+    Ctrl-C at any moment leaves it to `stack`, whoever keeps the exception. Raises BlockingIOError if another process
+    still holds it after so many seconds, and OSError.
     """
-    with path.open("a") as file:
-        _held.add(file)
-        try:
-            _take(file, seconds)
-            yield
-        finally:
-            _held.discard(file)
-            if not file.closed:  # as it is in a forked child
-                fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that Python did not fork
+    file = stack.enter_context(open(path, "a", opener=_opened_at_once))  # noqa: SIM115 - it does
+    stack.callback(_unlock, file)
+    _held.add(file)
+    _take(file, seconds)
+
+
+def _unlock(file: IO[str]) -> None:
+    if not file.closed:  # as it is in a forked child
+        fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that Python did not fork
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe would wait for a reader
 
 
 def _take(file: IO[str], seconds: float) -> None:

@@ -12,19 +12,21 @@ of the one that it descends from: who has neither loaded nor saved the newest on
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from superadam.host import forks
-from superadam.host.files import locked, replace_file, synchronize
+from superadam.host.files import lock, replace_file, synchronize
 
 FORMAT = 2  # in every manifest; a later layout gets the next number
 
@@ -62,8 +64,8 @@ class CheckpointFolder(NamedTuple):
 def look(folder: Path) -> CheckpointFolder:
     """Return what is in a folder, which may be absent; raises OSError."""
     try:
-        text = (folder / _LATEST).read_text("ascii", "replace")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        text = _read(folder / _LATEST).decode("ascii", "replace")
+    except (FileNotFoundError, NotADirectoryError):
         found = _checkpoints(folder)
         state = _pointer_to(found[0], sight(found[0])) if found else None
         is_first = [_number(path) for path in found] == [1]  # its save was killed before it was named
@@ -97,7 +99,7 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        stack.enter_context(locked(folder / ".lock", LOCK_SECONDS))
+        lock(folder / ".lock", LOCK_SECONDS, stack)
     except BlockingIOError:
         raise CheckpointError(f"another process has been saving there for {LOCK_SECONDS:g} seconds") from None
     there = look(folder)
@@ -110,8 +112,8 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     _delete_parts(folder)
     number = 1 + max(map(_number, _checkpoints(folder)), default=0)
     part = _part_of(folder / f"save-{number:08}")
-    part.mkdir()
     stack.callback(forks.call_in, os.getpid(), shutil.rmtree, part, True)
+    part.mkdir()
     return part
 
 
@@ -150,8 +152,8 @@ def sight(path: Path) -> str | None:
     None where there is none, as where a folder has the name of `latest`.
     """
     try:
-        return hashlib.sha256((path / _MANIFEST).read_bytes()).hexdigest()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return hashlib.sha256(_read(path / _MANIFEST)).hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
         return path.name if path.is_dir() and path.name != _LATEST else None
 
 
@@ -163,9 +165,9 @@ def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
     if path.name == _LATEST:
         raise CheckpointError(f"{path} is missing or damaged")
     try:
-        text = (path / _MANIFEST).read_bytes()
+        text = _read(path / _MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(f"{path / _MANIFEST} is missing") from None
+        raise CheckpointError(f"{path / _MANIFEST} is missing or damaged") from None
     try:
         manifest = json.loads(text)
         is_intact = _sealed(manifest) == text
@@ -188,6 +190,14 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    """Return what a small file holds; raises OSError, also where reading might never end, as of a pipe or device."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size >= 2**30:
+        raise FileNotFoundError(errno.ENOENT, "no file of a checkpoint", str(path))
+    return path.read_bytes()
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
@@ -228,7 +238,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _run_of(path: Path) -> str | None:
     """Return the id of a checkpoint's run; None where its manifest cannot be read."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
+        manifest = json.loads(_read(path / _MANIFEST))
         return manifest.get("run") if isinstance(manifest, dict) else None
     except (OSError, ValueError, RecursionError):
         return None

@@ -97,12 +97,13 @@ class CheckpointRanks:
             cause = error
             if isinstance(error, CheckpointException):  # of DCP, the same on every rank
                 rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            inner = cause.__context__  # where a write failed or was ended, torch tells of its archive then
+            if type(cause) is RuntimeError and (isinstance(inner, OSError) or not isinstance(inner, Exception | None)):
+                cause = inner
             place = f" (on rank {rank})" if self.size > 1 else ""
             fault = f"{cause}{place}"
             if not isinstance(cause, CheckpointError):
-                full = cause.__context__  # where a write failed, torch tells of what is wrong with its archive then
-                told = full if isinstance(full, OSError) and type(cause) is RuntimeError else cause
-                fault = f"{type(told).__name__}: {(str(told).splitlines() or [''])[0]}{place}{self.advice}"
+                fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
         is_ended = cause is not None and not isinstance(cause, Exception)
         faults, are_begun, are_ended = zip(*self.gather((fault, len(begun), is_ended)), strict=True)
         if cause is not None and is_ended and rank == self.rank:

@@ -8,14 +8,18 @@ twice.
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import mmap
-from collections.abc import Collection, Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -32,6 +36,24 @@ Value = Tensor | Encoded
 
 _block: mmap.mmap | None = None
 """Memory of the copies of one save, kept for the next: to get it from the system takes longer than to fill it."""
+
+
+class Files(FileSystem):
+    """Files to which torch may write when they are closed, as it does to end the archives that Ctrl-C has left open.
+
+    It does so in a destructor, where an error would end the process.
+    """
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file, which is closed when the context ends."""
+        with _File(io.FileIO(path, mode.removesuffix("b"))) as file:
+            yield file
+
+
+class _File(io.BufferedWriter):
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes if self.closed else super().write(data)
 
 
 def _memory_of_copies(size: int) -> mmap.mmap:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,7 @@ def save(
         nullcontext() if wait else background_save.beginning,
         _counted_steps(optimizer) as steps,
         ExitStack() as stack,
+        closing(stack),  # whose end goes on where Ctrl-C interrupts it
     ):
         background_save.wait()
         group = process_group if wait else background_save.group_beside(process_group)
@@ -244,6 +245,7 @@ class _NewCheckpoint:
         is_first = self.ranks.rank == 0
         planner = self._planner = checkpoint_tensors.Planner()
         writer = self._writer = FileSystemWriter(self.part, overwrite=False, sync_files=False)
+        writer.fs = checkpoint_tensors.Files()
         if self.is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
             writer.per_thread_copy_ahead = 0  # the planner makes tensors one after the other
 

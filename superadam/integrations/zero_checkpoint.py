@@ -145,11 +145,15 @@ def _numbered(path: Path, pattern: str) -> list[str]:
 def _read(path: Path) -> Any:
     """Return what torch.save wrote, its tensors mapped."""
     try:
+        if path.exists() and not path.is_file():
+            raise EOFError("a pipe might be waited for")
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         inert: list[Any] = [(type("Inert", (), {"__init__": lambda self, *_: None}), name) for name in unknown]
         with torch.serialization.safe_globals(inert):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # torch seeks before the beginning of a cut file
+            raise
         raise CheckpointError(
             f"{path} is damaged, or holds what is not loaded; copy it again, or leave that out"
         ) from error

@@ -505,9 +505,10 @@ class SpeculativeCPUAdam(Optimizer):
         """Load `param_groups` and `state` from a pickle, a deep copy or `load_state_dict`."""
         values = dict(state)
         published = values.pop("state")  # a property here: it must not land in __dict__
-        super().__setstate__(values)
         arriving = self.__dict__.get("_arriving")
-        self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
+        with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
+            super().__setstate__(values)
+            self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""

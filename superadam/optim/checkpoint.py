@@ -151,6 +151,8 @@ def read(
     except ValueError:
         raise
     except Exception as error:  # foreign objects may raise anything when they are copied, hashed or compared
+        if torch_private.is_short_of_memory(error):
+            raise
         raise ValueError(
             f"the state dict holds what cannot be copied ({type(error).__name__}), expected tensors and plain values; "
             "load what optimizer.state_dict() returned"

@@ -4,12 +4,13 @@ import errno
 import os
 import signal
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from support.children import exit_code_of_child, killed_at
 
-from superadam.host.files import locked, replace_file
+from superadam.host.files import lock, replace_file
 
 
 def test_file_is_readable_by_whom_the_mask_allows(tmp_path):
@@ -137,12 +138,14 @@ def test_forked_child_holds_no_lock(tmp_path):
     go, end = os.pipe()
     holder = os.fork()
     if holder == 0:
-        with locked(tmp_path / ".lock", 0):
+        with ExitStack() as stack:
+            lock(tmp_path / ".lock", 0, stack)
             if os.fork() == 0:
                 os.close(end)
                 os.read(go, 1)  # outlives the holder
             os._exit(0)  # as if it was killed
     os.waitpid(holder, 0)
-    with locked(tmp_path / ".lock", 0):
+    with ExitStack() as stack:
+        lock(tmp_path / ".lock", 0, stack)
         os.close(end)
     os.close(go)

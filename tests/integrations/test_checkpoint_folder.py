@@ -1,20 +1,24 @@
 """`superadam.integrations.checkpoint_folder`: the older or the new checkpoint is whole, and damage refused."""
 
+import contextlib
 import json
 import mmap
 import os
 import shutil
 import signal
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 from support.children import exit_code_of_child, killed_at
 
+from superadam.host import files as host_files
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError, begin, locate, look
 
@@ -73,6 +77,25 @@ def test_damaged_missing_and_additional_files_are_refused(tmp_path):
     (newest / "c").mkdir()
     with pytest.raises(CheckpointError, match=r"/c is damaged: its bytes are .*, expected none"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_reading_might_wait_for_is_damage(tmp_path, make):
+    """Also a file of a size that no manifest has."""
+    older, newest = save(tmp_path, b"older"), save(tmp_path, b"newer")
+    for path in (newest / "manifest.json", tmp_path / "latest"):
+        os.truncate(path, 2**40)
+        with pytest.raises(CheckpointError, match=f"{path.name} is missing or damaged"):
+            verify(tmp_path)
+        path.unlink()
+        make(path)
+        with pytest.raises(CheckpointError, match=f"{path.name} is missing or damaged"):
+            verify(tmp_path)
+        assert verify(older) == older
+    (tmp_path / ".lock").unlink()
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(OSError, match=r"\.lock"):
+        save(tmp_path)
 
 
 def test_files_of_another_checkpoint_are_refused(tmp_path):
@@ -136,6 +159,39 @@ def test_forked_child_that_leaves_a_save_of_its_parent_deletes_nothing(tmp_path)
         assert exit_code_of_child(stack.close) == 0
         assert part.exists()
     assert not part.exists()
+
+
+def test_interrupt_at_any_line_leaves_no_lock(tmp_path, monkeypatch):
+    """Also where the exception, and with it all its frames, is kept, as notebooks do."""
+    monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0)
+    files = (checkpoint_folder.__file__, host_files.__file__, contextlib.__file__)
+    kept: list[KeyboardInterrupt] = []
+    left = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    for number in range(1, 1000):
+        left = number
+        try:
+            with ExitStack() as stack:
+                sys.settrace(trace)  # which ends where it raises
+                begin(tmp_path, stack, {None})
+                sys.settrace(None)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(None)
+        assert names(tmp_path) in ([], [".lock"])
+        if len(kept) < number:
+            break
+    assert len(kept) > 50
 
 
 def test_save_under_way_is_left_alone(tmp_path, monkeypatch):

@@ -292,6 +292,8 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         lambda path: path.write_bytes(path.read_bytes()[:900]),
         "optim_states.pt is damaged",
     ),
+    "cut later": ("zero2-1", "*optim*", lambda path: os.truncate(path, 5000), "optim_states.pt is damaged"),
+    "a pipe": ("zero2-1", "*model*", lambda path: path.unlink() or os.mkfifo(path), "model_states.pt is damaged"),
     "tensor parallel": (
         "zero2-1",
         "*model*",

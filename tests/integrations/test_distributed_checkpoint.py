@@ -1,14 +1,18 @@
 """`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
 
 import contextlib
+import gc
 import os
 import re
 import resource
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.integrations import checkpoint_folder
+from superadam.integrations import checkpoint_contents, checkpoint_folder
 from superadam.integrations.distributed_checkpoint import CheckpointError, latest, load, save
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -439,6 +443,60 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(pair, tmp_
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(os, "rename", check)
     save(tmp_path, *pair)
+
+
+def test_interrupt_at_any_line_of_the_end_leaves_no_lock(pair, tmp_path, monkeypatch):
+    """Where all that was interrupted is kept, as by a notebook."""
+    monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0)
+    kept, left = [], 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        left -= frame.f_code is ExitStack.__exit__.__code__
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace if frame.f_code is ExitStack.__exit__.__code__ else None
+
+    for number in range(1, 1000):
+        left = number
+        try:
+            sys.settrace(trace)
+            save(tmp_path, *pair, keep=1)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(None)
+        if len(kept) < number:
+            break
+    assert len(kept) > 10
+
+
+def test_interrupt_before_torch_ends_an_archive_ends_no_process(pair, tmp_path, monkeypatch):
+    """torch ends it when its object is deleted, after the file was closed."""
+
+    def save_interrupted() -> None:
+        exit_of_archive = Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr(torch.serialization._open_zipfile_writer_buffer, "__exit__", exit_of_archive)
+        with contextlib.suppress(KeyboardInterrupt):
+            save(tmp_path, *pair)
+        gc.collect()
+        assert exit_of_archive.called
+
+    monkeypatch.setattr(checkpoint_contents, "bytes_of_values", Mock(return_value=b""))  # an archive in memory
+    assert exit_code_of_child(save_interrupted) == 0
+
+
+def test_torch_tells_of_its_archive_where_a_write_was_interrupted(pair, tmp_path, monkeypatch):
+    def write(*_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, *pair)
 
 
 def test_interruption_passes_through(pair, tmp_path, monkeypatch):

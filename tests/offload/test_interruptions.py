@@ -1,6 +1,7 @@
 """Signals at random moments: a step is made wholly or not at all, nothing hangs, and training goes on as before."""
 
 import contextlib
+import copy
 import dis
 import functools
 import gc
@@ -359,3 +360,27 @@ def test_state_loads_after_a_load_that_was_interrupted() -> None:
         assert lines == at or at > 20
         optimizer.load_state_dict(saved)
         assert state_bits(optimizer) == expected, at
+
+
+def test_load_that_is_interrupted_loads_groups_and_state_or_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = SpeculativeCPUAdam([weight])
+    for lr in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        if lr == 0.5:
+            saved, expected = copy.deepcopy(optimizer.state_dict()), state_bits(optimizer)
+            values = weight.detach().clone()
+    weight.data.copy_(values)
+    set_groups = torch.optim.Optimizer.__setstate__
+
+    def interrupted(self: Any, state: Any) -> None:
+        set_groups(self, state)
+        ctrl_c()
+
+    monkeypatch.setattr(torch.optim.Optimizer, "__setstate__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert state_bits(optimizer) == expected

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.optim import checkpoint
 from superadam.state.parameter import differing
 
 pytestmark = [
@@ -337,4 +339,14 @@ def test_a_foreign_tensor_without_memory_is_refused():
     saved = optimizer.state_dict()
     saved["state"][0]["ema"] = _freed(torch.ones(8, 16))
     with refused(optimizer, ValueError, "a tensor without memory"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("error", [MemoryError("too little"), torch.OutOfMemoryError("too little")], ids=repr)
+def test_what_a_copy_has_no_memory_for_is_not_damaged(error, monkeypatch):
+    optimizer = make(SpeculativeCPUAdamW, torch.float32)
+    train(optimizer, 1)
+    saved = optimizer.state_dict()
+    monkeypatch.setattr(checkpoint, "copied", Mock(side_effect=error))
+    with refused(optimizer, type(error), "too little"):
         optimizer.load_state_dict(saved)
