@@ -8,6 +8,7 @@ import platform
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,13 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_of_an_earlier_file() -> None:
-    """Free what earlier files have left, which would else go in the middle of a test that counts, or in its child."""
-    gc.collect()
+    """Free what earlier files have left, which would else go in the middle of a test that counts, or in its child.
+
+    Nor is a file that one of them has left open an error of a test that makes warnings errors.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
