@@ -16,8 +16,9 @@ def has_memory(tensor: Tensor) -> bool:
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
     try:
         storage = tensor.untyped_storage()
-        return not tensor.is_meta and storage.nbytes() >= needed and storage.data_ptr() != 0
+        storage.data_ptr()
+        return not tensor.is_meta and storage.nbytes() >= needed
     except NotImplementedError:  # of a transform of torch.func, which reads another tensor
         return True
-    except RuntimeError:  # `forbid_memory`
+    except RuntimeError:  # of a wrapper, as a handle is one
         return False

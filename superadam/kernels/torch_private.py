@@ -62,7 +62,7 @@ handler runs. Of the public managers, a handler that raises between them could l
 is_profiling: Callable[[], bool] = _find("autograd._profiler_enabled", bool)
 """Whether a profiler looks at this thread; `bool()` is False."""
 
-_find("autograd.graph._allow_mutation_on_saved_tensors_enabled", False)
+_find("autograd.graph._allow_mutation_on_saved_tensors_enabled", False)  # bound anew by each use of the mode
 may_graphs_survive_writes: Callable[[], bool] = functools.partial(
     getattr, torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False
 )

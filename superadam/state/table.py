@@ -225,12 +225,12 @@ class ParameterTable:
 
     def knowledge(self) -> Callable[[ParameterTable], None]:
         """Return what tells the table after this one who has written last to parameters and masters that both have."""
-        fingerprints, parameters, known_masters = self.fingerprints, self.parameters, self._known_masters
-        masters = [state.master for state in self.states]
+        fingerprints, rows, known_masters = self.fingerprints, self.all_rows, self._known_masters
+        parameters, masters = self.parameters, [state.master for state in self.states]
         addresses = self._places[ARRAYS.index("master") :: len(ARRAYS), ADDRESS].tolist()
 
         def tell(other: ParameterTable) -> None:
-            written = {*fingerprints.look(), *fingerprints.seen_hints(np.arange(len(parameters)))}
+            written = {*fingerprints.look(), *fingerprints.seen_hints(rows)}
             for row, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
                 state = other.state_of(parameter)
                 if state is None:

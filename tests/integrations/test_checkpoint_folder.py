@@ -1,7 +1,6 @@
 """`superadam.integrations.checkpoint_folder`: the older or the new checkpoint is whole, and damage refused."""
 
 import contextlib
-import gc
 import json
 import mmap
 import os
@@ -10,15 +9,14 @@ import signal
 import stat
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from support.children import exit_code_of_child, killed_at
+from support.interrupting import interrupt_at_each_line
 
 from superadam.host import files as host_files
 from superadam.integrations import checkpoint_folder
@@ -167,37 +165,16 @@ def test_interrupt_at_any_line_leaves_no_lock(tmp_path, monkeypatch):
     """Also where the exception, and with it all its frames, is kept, as notebooks do."""
     monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0)
     files = (checkpoint_folder.__file__, host_files.__file__, contextlib.__file__)
-    kept: list[KeyboardInterrupt] = []
-    left = 0
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename not in files:
-            return None
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        return trace
-
-    for number in range(1, 1000):
-        left = number
+    def work() -> None:
         try:
             with ExitStack() as stack:
-                sys.settrace(trace)  # which ends where it raises
                 begin(tmp_path, stack, {None})
                 sys.settrace(None)
-        except KeyboardInterrupt as error:
-            kept.append(error)
         finally:
-            sys.settrace(None)
-        assert names(tmp_path) in ([], [".lock"])
-        if len(kept) < number:
-            break
-    assert len(kept) > 50
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of files that were open then, and hold no lock
-        kept.clear()
-        gc.collect()
+            assert names(tmp_path) in ([], [".lock"])
+
+    assert interrupt_at_each_line(work, lambda code: code.co_filename in files) > 50
 
 
 def test_save_under_way_is_left_alone(tmp_path, monkeypatch):

@@ -7,19 +7,17 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from support.children import exit_code_of_child, killed_at
+from support.interrupting import interrupt_at_each_line
 from support.visible import content
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -449,32 +447,8 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(pair, tmp_
 def test_interrupt_at_any_line_of_the_end_leaves_no_lock(pair, tmp_path, monkeypatch):
     """Where all that was interrupted is kept, as by a notebook."""
     monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0)
-    kept, left = [], 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        left -= frame.f_code is ExitStack.__exit__.__code__
-        if left == 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace if frame.f_code is ExitStack.__exit__.__code__ else None
-
-    for number in range(1, 1000):
-        left = number
-        try:
-            sys.settrace(trace)
-            save(tmp_path, *pair, keep=1)
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        finally:
-            sys.settrace(None)
-        if len(kept) < number:
-            break
-    assert len(kept) > 10
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of files that were open then, and hold no lock
-        kept.clear()
-        gc.collect()
+    exit_of_stack = ExitStack.__exit__.__code__
+    assert interrupt_at_each_line(lambda: save(tmp_path, *pair, keep=1), lambda code: code is exit_of_stack) > 10
 
 
 def test_interrupt_before_torch_ends_an_archive_ends_no_process(pair, tmp_path, monkeypatch):

@@ -235,7 +235,7 @@ def _schedule(found: _Settings, take: Callable[..., Any]) -> None:
     }
     if kind is None:
         return
-    is_known = kind in [*SCHEDULES]
+    is_known = kind in [*SCHEDULES]  # a list: a wrong type may have no hash
     if is_known:
         found.trainer["lr_scheduler_type"] = f'"{SCHEDULES[kind]}"'
     else:
