@@ -149,3 +149,13 @@ def test_forked_child_holds_no_lock(tmp_path):
         lock(tmp_path / ".lock", 0, stack)
         os.close(end)
     os.close(go)
+
+
+def test_lock_ends_although_a_child_that_python_did_not_fork_has_the_file(tmp_path):
+    with ExitStack() as stack:
+        lock(tmp_path / ".lock", 0, stack)
+        ours = next(fd for fd in Path("/proc/self/fd").iterdir() if fd.exists() and fd.samefile(tmp_path / ".lock"))
+        child = os.dup(int(ours.name))  # the open file that such a child would share
+    with ExitStack() as stack:
+        lock(tmp_path / ".lock", 0, stack)
+    os.close(child)
