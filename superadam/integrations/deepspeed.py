@@ -56,6 +56,7 @@ def load(
         process_group, f"cannot load DeepSpeed's checkpoint from {folder}", "", "nothing was loaded"
     )
     checkpoint, targets = ranks.run(lambda: _opened(Path(folder), model, optimizer))
+    ranks.run(lambda: checkpoint.verify(ranks.rank, ranks.size))
 
     def restore_state() -> None:
         try:

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,28 @@ class ZeroCheckpoint:
             self.shapes.update(shapes)
         self.steps = int(model["global_steps"])
 
+    def verify(self, rank: int, world_size: int) -> None:
+        """Raise CheckpointError where the bytes of a file of this rank's share are not those that torch.save wrote."""
+        paths = sorted([*self._path.glob("*.pt"), *(self._path / UNIVERSAL).rglob("*.pt")])
+        archives = [path for path in paths if path.is_file() and zipfile.is_zipfile(path)]
+        for path in archives[rank::world_size]:
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    has_sums = any(entry.CRC for entry in archive.infolist())  # torch can be told to write none
+                    is_damaged = has_sums and archive.testzip() is not None
+            except zipfile.BadZipFile:
+                is_damaged = True
+            if is_damaged:
+                raise CheckpointError(f"{path} is damaged; copy it again")
+
     def flat(self, name: str, key: str) -> Tensor:
         """Return a copy or view of `fp32`, `exp_avg` or `exp_avg_sq` of a trained parameter, flat or in its shape."""
         if self._is_universal:
-            read = _read(self._path / UNIVERSAL / name / f"{key}.pt")
-            values: Tensor = read["param"] if isinstance(read, dict) else read
+            path = self._path / UNIVERSAL / name / f"{key}.pt"
+            read = _read(path)
+            values = read.get("param") if isinstance(read, dict) else read
+            if not isinstance(values, Tensor):
+                raise CheckpointError(f"{path} holds {type(values).__name__}, expected a tensor; it is damaged")
             return values
         number, pieces = self.places[name], []
         for shard, adam in zip(self._shards, self._adam, strict=True):

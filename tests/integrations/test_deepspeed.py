@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -325,6 +326,12 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "no state of up.bias, which the optimizer trains",
     ),
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
+    "a moment is text": (
+        "zero3-2",
+        "exp_avg.pt",
+        lambda path: torch.save({"param": "none"}, path),
+        "exp_avg.pt holds str, expected a tensor; it is damaged",
+    ),
     "a moment is short": (
         "zero3-2",
         "exp_avg.pt",
@@ -344,6 +351,32 @@ def test_what_cannot_be_continued_changes_nothing(tmp_path, fault):
     ):
         deepspeed.load(copy / "universal" if "moment" in fault else copy, model, optimizer)
     assert not model.shift.any()
+
+
+def everything(folder: Path) -> list[Any]:
+    """Return what a run continues with from a folder."""
+    model, optimizer = training()
+    steps = deepspeed.load(folder, model, optimizer)
+    values = loaded(model, optimizer) | model.state_dict()
+    return [steps, optimizer.state_dict()["param_groups"], {name: value.tolist() for name, value in values.items()}]
+
+
+@pytest.mark.parametrize("folder", ["zero2-1", "zero3-2-small", "zero3-2/universal"])
+def test_a_flipped_bit_is_refused_or_is_one_that_nothing_reads(tmp_path, folder):
+    expected, draw = everything(DATA / folder), random.Random(folder)
+    copy, refusals = tmp_path / "copy", 0
+    for _ in range(30):
+        shutil.copytree(DATA / folder, copy)
+        path = draw.choice(sorted(copy.rglob("*.pt")))
+        content = bytearray(path.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        try:
+            assert everything(copy) == expected, path
+        except CheckpointError:
+            refusals += 1
+        shutil.rmtree(copy)
+    assert refusals > 0
 
 
 def test_other_parameter_groups_are_refused():
