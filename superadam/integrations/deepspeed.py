@@ -39,7 +39,8 @@ def load(
 
     Masters and moments (fp32), step counts, and `lr`, `betas`, `eps` and `weight_decay` of each group go to the
     optimizer; rounded masters, frozen parameters and buffers to the model. Parameters may be shards of FSDP2, on any
-    number of ranks. In addition to the state, one parameter at a time is in memory.
+    number of ranks. In addition to the state, one parameter at a time is in memory. Each file is read once before, by
+    one of the ranks, to find damage.
 
     Args:
         folder: what `save_checkpoint` wrote, a `global_step` folder in it, or what `ds_to_universal` wrote.
