@@ -407,6 +407,8 @@ WRITTEN: dict[str, Operation] = {
     "apply": lambda p, held: p.grad.apply_(lambda a: a + 1),
     "map": lambda p, held: p.grad.map_(p.detach(), lambda a, b: a + b),
     "mul complex": lambda p, held: p.grad.mul_(1j),
+    "mul complex tensor": lambda p, held: p.grad.mul_(torch.tensor(1j)),
+    "foreach mul vector": lambda p, held: torch._foreach_mul_([p.grad], torch.ones(3)),
     "mul with a graph": lambda p, held: _through_graph(p, lambda gradient, factor: gradient.mul_(factor)),
     "*= with a graph": lambda p, held: _through_graph(p, lambda gradient, factor: _inplace(p, operator.imul, factor)),
     "without the graph": lambda p, held: _returns(p.grad, lambda g: g.detach_()),
