@@ -89,7 +89,7 @@ def execute(
     parts = [*parts, *((one.data_ptr(), one.nbytes) for one in tensors_in(launch.arguments))]
     values = [one.data_ptr() if isinstance(one, torch.Tensor) else int(one) for one in launch.arguments]
     values += [0, 0]  # Triton adds two pointers, to memory that these kernels have none of
-    return ptx.launch(kernel, programs, code.threads, code.shared, values, ptx.Memory(parts))
+    return ptx.Run(kernel, programs, code.threads, code.shared, values, ptx.Memory(parts)).executed
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import formula
 from support.compact import BLOCK
 from support.kernel_arrays import (
     FORMATS,
@@ -57,7 +56,7 @@ def test_every_variant_has_the_bits_of_the_oracle(which, form, amsgrad):
             continue
         rounds = {8: amsgrad, 7: not amsgrad}
         sets = [Coefficients.at_step(hyper, step, 0.37, rounds=rounds[step], double=double) for step in rounds]
-        length = 77 if double else formula.CHUNK + (2 * BLOCK if Format.MOMENTS_8BIT in form else 77)
+        length = native.CHUNK + (2 * BLOCK if Format.MOMENTS_8BIT in form else 77)
         kinds = [Magnitudes.WIDE]
         segment = make_segment(7, length, gradient_dtype, out_dtype, kinds=kinds, norm=norm, sprinkle=norm, form=form)
         segment.accepted_coefficients = 1
@@ -92,23 +91,9 @@ def test_stores_past_the_caches_have_the_same_bits(which, out_dtype):
         job.check(expected, f" with {isa}")
 
 
-@pytest.mark.parametrize("which", [Pass.COMMIT_AND_SPECULATE, Pass.NORM], ids=lambda which: which.name)
-def test_doubles_over_several_chunks(which):
-    """fp64 has one kernel for all instruction sets; the oracle takes too long for it to draw such lengths."""
-    sets = [Coefficients.at_step(USUAL, step, 0.37, double=True) for step in (8, 7)]
-    out_dtype = Dtype.NONE if which is Pass.NORM else Dtype.FLOAT64
-    segment = make_segment(3, formula.CHUNK + 21, Dtype.FLOAT64, out_dtype, kinds=[Magnitudes.WIDE], norm=True)
-    segment.accepted_coefficients = 1
-    Job(which, [segment], sets).check_everywhere()
-
-
 def test_empty_jobs_do_nothing(isa):
     for which in Pass:
         native.run(which, np.zeros(0, native.SEGMENT), isa=isa)
         nulls = np.zeros(5, native.SEGMENT)
         nulls["gradient_dtype"] = nulls["out_dtype"] = Dtype.FLOAT32
         native.run(which, nulls, np.zeros(1, native.COEFFICIENTS), isa=isa)
-
-
-def test_chunks_and_lanes_are_those_of_the_oracle():
-    assert (formula.CHUNK, formula.LANES) == (native.CHUNK, native.lib.SUPERADAM_LANES)
