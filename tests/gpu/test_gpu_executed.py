@@ -22,13 +22,14 @@ import numpy as np
 import pytest
 import torch
 from support import ptx
-from support.gpu_arrays import DEVICE, Placed, needs_triton, offsets_with_gaps
+from support.gpu_arrays import DEVICE, needs_triton, offsets_with_gaps
 from support.gpu_checks import (
     ADAM_NAMES,
     adam_values,
     cases,
     check_against_cpu,
     check_pack,
+    check_scatter,
     request_of,
     requests_of,
     stored_gradient,
@@ -46,7 +47,7 @@ from support.gpu_variants import (
     noted_launches,
     stored_dtypes,
 )
-from support.kernel_arrays import STORAGE, Job, make_segment, narrow, widen
+from support.kernel_arrays import Job, make_segment, narrow, widen
 from support.ptx_faults import RULES, described
 from support.strategies import Magnitudes
 
@@ -204,53 +205,33 @@ def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool,
     """Pack programs of whole chunks, and one with ends; of one dtype also every half, or what lies beside ties."""
     lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, 300, 17, 255, *range(2, 260 if DEEP else 6)]  # behind each nothing is read
     lengths += [2 * CHUNK - 1] * (len(sources) if len(sources) > 1 else 0)  # a whole and a part of each dtype
-    dtypes = [DTYPES[sources[number % len(sources)]] for number in range(len(lengths))]
     kinds = [Magnitudes.SPECIAL, *Magnitudes]
-    stored = [
-        stored_gradient(number, length, kinds[number % len(kinds)], dtype, number % 2 == 0)
-        for number, (length, dtype) in enumerate(zip(lengths, dtypes, strict=True))
-    ]
+    whole = [(chunks_that_tell(number, dtype), dtype) for number, dtype in enumerate(sources)]
+    packed = [*whole]
     if len(sources) == 1 and (sources[0].itemsize, link.itemsize) in ((2, 2), (2, 4), (4, 2)):
-        stored.insert(0, half_patterns(sources[0], link))
-        dtypes.insert(0, dtypes[0])
-        lengths.insert(0, len(stored[0]))
-    for number, dtype in enumerate(sources):
-        whole = chunks_that_tell(number, dtype)
-        stored[:0], stored[len(stored) :] = [whole], [one[:-1] for one in np.split(whole, 8)]
-        dtypes = [DTYPES[dtype], *dtypes, *[DTYPES[dtype]] * 8]
-        lengths = [8 * CHUNK, *lengths, *[CHUNK - 1] * 8]
-    places, numel = places_of(lengths, aligned)
+        packed.append((half_patterns(sources[0], link), sources[0]))
+    for number, length in enumerate(lengths):
+        kind, dtype = kinds[number % len(kinds)], sources[number % len(sources)]
+        packed.append((stored_gradient(number, length, kind, DTYPES[dtype], number % 2 == 0), dtype))
+    packed += [(one[:-1], dtype) for chunks, dtype in whole for one in np.split(chunks, 8)]
+    stored, dtypes = [one for one, _ in packed], [DTYPES[dtype] for _, dtype in packed]
+    places, numel = places_of([*map(len, stored)], aligned)
     check_pack(stored, dtypes, DTYPES[link], places, numel, (0,) if aligned else (0, 1, 3), with_norm=sums)
 
 
-def check_scatter(dtype: torch.dtype, aligned: bool) -> None:
-    """Scatter whole blocks and parts, large and small."""
-    lengths = [4096, 0, 1, 5, 4097, 9000, 4095, *range(2, 30)]
-    places, numel = places_of(lengths, aligned)
-    kind = STORAGE[DTYPES[dtype]]
-    rng = np.random.default_rng(numel)
-    values = rng.integers(0, 256, numel * kind().itemsize, dtype=np.uint8).view(kind)
+def check_scattering(dtype: torch.dtype, aligned: bool) -> None:
+    """Scatter whole blocks and parts, large and small; then some alone, behind which nothing may be read."""
     starts = (0,) if aligned else (0, 1, 3)
-    buffer = Placed(values, dtype, starts[-1])
-    targets = [Placed(np.zeros(n, kind), dtype, starts[row % len(starts)]) for row, n in enumerate(lengths)]
-    sources = [buffer.tensor[place : place + length] for place, length in zip(places, lengths, strict=True)]
-    wanted = [values[place : place + length] for place, length in zip(places, lengths, strict=True)]
-    for length in (*range(4097, 4105), *range(100, 4096, 128)):  # behind these nothing may be read
-        alone = Placed(values[:length], dtype, starts[-1])
-        sources.append(alone.tensor)
-        targets.append(Placed(np.zeros(length, kind), dtype, starts[0]))
-        wanted.append(values[:length])
-    gpu.scatter_values(sources, [one.tensor for one in targets])
-    assert buffer.is_unchanged()
-    for one, expected in zip(targets, wanted, strict=True):
-        assert one.outside_is_unchanged()
-        assert one.read().tobytes() == expected.tobytes()
+    lengths = [4096, 0, 1, 5, 4097, 9000, 4095, *range(2, 30)]
+    check_scatter([dtype], lengths, *places_of(lengths, aligned), starts)
+    for length in (*range(4097, 4105), *range(100, 4096, 128)):
+        check_scatter([dtype], [length], [0], length, starts)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
     "adam_kernel": check_adam,
     "pack_kernel": check_packing,
-    "scatter_kernel": check_scatter,
+    "scatter_kernel": check_scattering,
 }
 
 
