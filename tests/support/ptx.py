@@ -55,8 +55,7 @@ class Instruction:
 @dataclass
 class Kernel:
     name: str
-    parameters: dict[str, str]
-    """Type of each, by name."""
+    parameters: list[str]
     instructions: list[Instruction]
     labels: dict[str, int]
 
@@ -77,10 +76,7 @@ def parse(text: str) -> Kernel:
     _, _, rest = text.partition(".entry ")
     name, _, rest = rest.partition("(")
     declared, _, rest = rest.partition(")")
-    parameters = {}
-    for one in declared.split(","):
-        _, kind, *_, parameter = one.split()
-        parameters[parameter] = kind.strip(".")
+    parameters = [one.split()[-1] for one in declared.split(",")]
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "[^"]*?([^"/]+)"', text, re.M))
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
