@@ -13,7 +13,7 @@ from support.kernel_arrays import FORMATS, Job, jobs, make_segment
 from support.strategies import USUAL, Magnitudes
 
 from superadam import gpu
-from superadam.gpu import adam
+from superadam.gpu import adam, language
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Flag, Format, Pass
@@ -49,6 +49,39 @@ def test_every_configuration_in_one_call(double, numbers):
             segments.append(make_segment(number, length, dtype, dtype, kinds=kinds, form=form))
             segments[-1].coefficients = row
     check_against_cpu(Job(Pass.UPDATE, segments, sets))
+
+
+def extremes() -> np.ndarray:
+    """Return blocks of float32: around the bounds of exponents and among denormals, and one number alone in zeros."""
+    rng = np.random.default_rng(0)
+    edges = (rng.integers(0, 257, (256, 1)) << 23) + rng.integers(-2, 3, (256, 64)) & 0x7FFFFFFF
+    edges = edges >> rng.integers(0, 4, (256, 1)) | rng.integers(0, 2, edges.shape) << 31
+    alone = rng.integers(0, 2, (256, 64)) << 31
+    alone[np.arange(256), rng.integers(0, 64, 256)] = rng.choice(edges.ravel(), 256)
+    return np.concatenate([edges, alone]).astype(np.uint32).view(np.float32).ravel()
+
+
+@needs_triton
+@pytest.mark.parametrize("turn", [0, 0xFFFFFFFF, 0x9E3779B9, 0x80000000, 1])
+@pytest.mark.parametrize("form", FORMATS[1:], ids=lambda form: form.name)
+def test_compact_state_is_read_and_rounded_everywhere(form, turn, monkeypatch):
+    """Moments of any bits, with every exponent, stay; others and masters become the gradient or its square."""
+    k = replace(Coefficients.at_step(USUAL, 1), flags=Flag(0), nss=1.0, bc2s=1.0, eps=1.0, turn=turn)
+    sets = [replace(k, w=w, b2=b2, c2=c2) for w, b2, c2 in ((0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.0, 1.0))]
+    every = make_segment(0, 1 << 16, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
+    for name in every.arrays.keys() & {"exp_avg", "exp_avg_sq"}:
+        stored = every.arrays[name].view
+        stored[:] = np.arange(1 << 16).astype(stored.dtype)
+        if f"{name}_exponents" in every.arrays:
+            every.arrays[f"{name}_exponents"].view[:] = np.arange(1 << 10) // 4
+    others = [make_segment(0, 1 << 15, Dtype.FLOAT32, Dtype.FLOAT32, form=form) for _ in range(2)]
+    for number, segment in enumerate(others, 1):
+        segment.coefficients = number
+        for name, array in segment.arrays.items():
+            array.view[:] = extremes() if name == "gradient" else 0
+    if language.IS_INTERPRETED:
+        monkeypatch.setattr(adam, "BLOCK", 1 << 15)  # the time of a program does not depend on its size
+    check_against_cpu(Job(Pass.UPDATE, [every, *others], sets))
 
 
 @needs_triton
