@@ -1,5 +1,6 @@
 """Packing: what arrives in the buffer, and its norm, have the bits of the CPU kernels, by Triton and by plain torch."""
 
+import itertools
 import logging
 import os
 import subprocess
@@ -80,27 +81,31 @@ def test_whole_and_ragged_chunks_of_several_programs(implementation, source, lin
     check_pack(stored, [source] * len(lengths), link, places, numel)
 
 
-def check_values(values: Array, dtype: Dtype, link: Dtype) -> None:
-    """Pack values as tensors of 16 rows of lanes: the interpreter takes as long for one program as for a large one."""
+HALVES = (Dtype.BFLOAT16, Dtype.FLOAT16)
+
+
+def telling(dtype: Dtype, link: Dtype) -> Array:
+    """Return every half; or as fp32 those of `link`, what lies halfway to the next and next to that, and all NaNs."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    if dtype in HALVES:
+        return halves
+    every, half = widen(halves, link).view(np.uint32), np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
+    bits = np.concatenate([every, every | half, every | half - np.uint32(1), every | half + np.uint32(1)])
+    denormal_ties = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32)
+    return np.concatenate([bits.view(np.float32), denormal_ties, -denormal_ties])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "link"),
+    [*itertools.product(HALVES, HALVES_AND_FLOAT32), *itertools.product([Dtype.FLOAT32], HALVES)],
+    ids=lambda dtype: dtype.name.lower(),
+)
+def test_every_half_and_rounding_beside_every_tie(implementation, dtype, link):
+    """As tensors of 16 rows of lanes: the interpreter takes as long for one program as for a large one."""
+    values = telling(dtype, link)
     pieces = np.split(values, range(256, len(values), 256))
     with chunks_per_program(1 << (len(pieces) - 1).bit_length()):
         check_pack(pieces, [dtype] * len(pieces), link, range(0, len(values), 256), len(values))
-
-
-@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name.lower())
-@pytest.mark.parametrize("link", HALVES_AND_FLOAT32, ids=lambda dtype: dtype.name.lower())
-def test_every_bit_pattern_of_a_half(implementation, dtype, link):
-    check_values(np.arange(1 << 16, dtype=np.uint16), dtype, link)
-
-
-@pytest.mark.parametrize("link", [Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name.lower())
-def test_rounding_beside_every_tie(implementation, link):
-    """All halves, what lies halfway to the next one and next to that, and NaNs with payload in the bits cut off."""
-    every = widen(np.arange(1 << 16, dtype=np.uint16), link).view(np.uint32)
-    half = np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
-    bits = np.concatenate([every, every | half, every | half - np.uint32(1), every | half + np.uint32(1)])
-    denormal_ties = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32)
-    check_values(np.concatenate([bits.view(np.float32), denormal_ties, -denormal_ties]), Dtype.FLOAT32, link)
 
 
 @needs_triton

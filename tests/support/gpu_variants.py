@@ -306,18 +306,13 @@ class Compilers:
         self._threads.shutdown(cancel_futures=True)
 
     def _compile(self, requests: Sequence[Request]) -> list[Code]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+        environment |= {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "TRITON_INTERPRET": "0"}
+        path = filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
         done = subprocess.run(
             [sys.executable, "-c", f"from support import gpu_variants; gpu_variants._compile_all({self._assembles})"],
             input=pickle.dumps(requests),
-            env=clean
-            | {
-                "TRITON_CACHE_DIR": str(self._cache),
-                "TRITON_DUMP_PTXAS_LOG": "1",
-                "TRITON_INTERPRET": "0",
-                "PYTHONPATH": path,
-            },
+            env=environment | {"PYTHONPATH": os.pathsep.join(path)},
             check=False,
             capture_output=True,
         )

@@ -239,16 +239,13 @@ def make_segment(
 ) -> Segment:
     """Return a segment with every array, filled from `seed`.
 
+    With 8-bit moments it is cut to whole blocks, and has no max_exp_avg_sq. Gradients of fp64 make the state fp64, too.
+
     Args:
-        seed: of the random numbers.
-        length: elements; with 8-bit moments, as many as whole blocks have.
-        gradient_dtype: of both gradients; FLOAT64 makes the state fp64 too.
-        out_dtype: of the working copy.
         kinds: magnitudes of the arrays, used in turn.
         offsets: bytes past a multiple of 64 where the arrays begin, used in turn.
         norm: with `sums` and `nonfinite`.
         sprinkle: put an Inf or NaN into a few elements of the gradients.
-        form: in which the state is stored; with 8-bit moments it has no max_exp_avg_sq.
     """
     rng = np.random.default_rng(seed)
     length -= length % compact.BLOCK if Format.MOMENTS_8BIT in form else 0
