@@ -5,6 +5,7 @@ nothing: tests do that.
 """
 
 import enum
+import io
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import capstone
 import filelock
 import numpy as np
+import numpy.typing as npt
 from elftools.elf.constants import SH_FLAGS
 from elftools.elf.elffile import ELFFile
 from support.kernel_arrays import Array, Job, coefficient_table
@@ -81,42 +83,32 @@ def write_jobs(path: Path, jobs: Sequence[EmulatedJob]) -> None:
             for segment in job.segments:
                 for name in ARRAYS:
                     if name in segment.arrays:
-                        file.write(segment.arrays[name].view.tobytes())
+                        array = segment.arrays[name].view
+                        file.write(np.int64(array.nbytes).tobytes() + array.tobytes())
 
 
 def read_results(path: Path, jobs: Sequence[EmulatedJob]) -> list[list[dict[str, Array]]]:
     """Return the arrays of each segment of each job after the run, and those of its list with `listed ` before them."""
-    data = path.read_bytes()
-    at = 0
+    file = io.BytesIO(path.read_bytes())
 
-    def take(count: int, dtype: np.dtype[np.generic]) -> Array:
-        nonlocal at
-        taken = np.frombuffer(data, dtype, count, at)
-        at += taken.nbytes
-        return taken
+    def take(count: int, dtype: npt.DTypeLike) -> Array:
+        return np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
 
     results = []
     for emulated in jobs:
-        code = int(take(1, np.dtype(np.int64))[0])
+        (code,) = take(1, np.int64)
         assert code == native.lib.SUPERADAM_OK, f"superadam_run returned {code}"
-        results.append(
-            [
-                {
-                    name: take(len(segment.arrays[name].view), segment.arrays[name].view.dtype)
-                    for name in ARRAYS
-                    if name in segment.arrays
-                }
-                for segment in emulated.job.segments
-            ]
-        )
-        for segment, arrays in zip(emulated.job.segments, results[-1], strict=True):
+        results.append([])
+        for segment in emulated.job.segments:
+            kept = {name: segment.arrays[name].view for name in ARRAYS if name in segment.arrays}
+            arrays = {name: take(len(array), array.dtype) for name, array in kept.items()}
             if segment.uncertain:
-                kinds = {"index": np.uint32, "gradient": segment.arrays["gradient"].view.dtype}
-                count = int(take(1, np.dtype(np.int64))[0])
+                kinds = {"index": np.uint32, "gradient": kept["gradient"].dtype}
+                (count,) = take(1, np.int64)
                 for name in LIST:
-                    values = take(segment.length, np.dtype(kinds.get(name, np.float32)))
-                    arrays[f"listed {name}"] = values[:count]
-    assert at == len(data)
+                    arrays[f"listed {name}"] = take(segment.length, kinds.get(name, np.float32))[:count]
+            results[-1].append(arrays)
+    assert not file.read()
     return results
 
 
@@ -155,15 +147,15 @@ def build() -> Path:
     return BUILD / "runner"
 
 
-def disassemble(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the address and the text of each instruction in an aarch64 program or object."""
+def disassemble(path: Path) -> Iterator[str]:
+    """Yield the text of each instruction in an aarch64 object."""
     disassembler = capstone.Cs(capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM)
     disassembler.skipdata = True
     with path.open("rb") as file:
         for section in ELFFile(file).iter_sections():
             if section["sh_flags"] & SH_FLAGS.SHF_EXECINSTR:
-                for address, _, name, operands in disassembler.disasm_lite(section.data(), section["sh_addr"]):
-                    yield address, f"{name} {operands}"
+                for _, _, name, operands in disassembler.disasm_lite(section.data(), 0):
+                    yield f"{name} {operands}"
 
 
 def _cmake(*arguments: str | Path) -> None:
@@ -174,9 +166,9 @@ def _cmake(*arguments: str | Path) -> None:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {output}")
 
 
-def emulate(cpu: Cpu, *command: str | Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run an aarch64 program on `cpu`, with `options` for the emulator itself."""
-    line = ["prlimit", "--core=0", EMULATOR, "-L", str(LIBRARIES), "-cpu", cpu.value, *options, *map(str, command)]
+def emulate(cpu: Cpu, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run an aarch64 program on `cpu`."""
+    line = ["prlimit", "--core=0", EMULATOR, "-L", str(LIBRARIES), "-cpu", cpu.value, *map(str, command)]
     return subprocess.run(line, check=False, capture_output=True, text=True)
 
 
@@ -188,8 +180,9 @@ def known_isas(cpu: Cpu) -> dict[str, str]:
     return {name: words[int(status)] for name, status in (line.split() for line in done.stdout.splitlines())}
 
 
-def run_jobs(
-    cpu: Cpu, isa: str, jobs: Path, results: Path, options: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run a file of jobs with instruction set `isa` on `cpu`."""
-    return emulate(cpu, BUILD / "runner", isa, jobs, results, options=options)
+def run_jobs(cpu: Cpu, isa: str, path: Path, jobs: Sequence[EmulatedJob]) -> list[list[dict[str, Array]]]:
+    """Run a file of jobs with instruction set `isa` on `cpu`; return what `read_results` does."""
+    results = path.with_suffix(f".{cpu.name}-{isa}")
+    done = emulate(cpu, BUILD / "runner", isa, path, results)
+    assert done.returncode == 0, f"the runner ended with {done.returncode}: {done.stderr}"
+    return read_results(results, jobs)

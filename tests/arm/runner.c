@@ -14,23 +14,7 @@
 #include "dispatch.h"
 #include "float_control.h"
 
-enum { FIELDS = 12, LISTED = 6, PATTERN = 0xA5 };
-
-/* Field order of superadam_segment and of the data in a job. */
-enum {
-    GRADIENT,
-    ACCEPTED_GRADIENT,
-    MASTER,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MAX_EXP_AVG_SQ,
-    MASTER_LOW,
-    EXP_AVG_EXPONENTS,
-    EXP_AVG_SQ_EXPONENTS,
-    OUT,
-    SUMS,
-    NONFINITE
-};
+enum { FIELDS = 12, LISTED = 6, PATTERN = 0xA5 }; /* arrays of a segment, which stand first in it, and of a list */
 
 typedef struct {
     int64_t pass, threads, stream, at_end, fpcr, coefficient_count, segment_count;
@@ -40,6 +24,11 @@ typedef struct {
     char *pages, *data;
     size_t size, room; /* bytes of data; bytes between the two inaccessible pages */
 } guarded;
+
+typedef struct {
+    superadam_uncertain list;
+    guarded fields[FIELDS], listed[LISTED];
+} segment_memory;
 
 static void fail(const char *what)
 {
@@ -71,8 +60,12 @@ static guarded guarded_new(size_t size, int at_end)
     return g;
 }
 
-static void guarded_free(guarded *g)
+/* Writes an array, if there is one, and frees it. */
+static void guarded_finish(guarded *g, FILE *results)
 {
+    if (!g->pages)
+        return;
+    write_all(g->data, g->size, results);
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     for (const char *at = g->pages + page; at < g->pages + page + g->room; at++)
         if ((at < g->data || at >= g->data + g->size) && (unsigned char)*at != PATTERN)
@@ -80,45 +73,32 @@ static void guarded_free(guarded *g)
     munmap(g->pages, g->room + 2 * page);
 }
 
-static size_t element_size(int dtype)
+/* Reads the arrays of a segment, whose pointers say in the file only whether there are arrays and a list. */
+static void segment_read(superadam_segment *s, segment_memory *memory, int at_end, FILE *jobs)
 {
-    static const size_t sizes[] = {0, 4, 2, 2, 8};
-    return sizes[dtype];
-}
-
-static size_t field_size(int field, const superadam_segment *s)
-{
-    const size_t chunks = (size_t)((s->length + SUPERADAM_CHUNK - 1) / SUPERADAM_CHUNK), length = (size_t)s->length;
-    if (field == SUMS || field == NONFINITE)
-        return chunks * 8;
-    if (field == OUT)
-        return length * element_size(s->out_dtype);
-    if (field == GRADIENT || field == ACCEPTED_GRADIENT)
-        return length * element_size(s->gradient_dtype);
-    if (field == EXP_AVG_EXPONENTS || field == EXP_AVG_SQ_EXPONENTS)
-        return length / 64;
-    if (field == MASTER_LOW)
-        return length;
-    if (field == MASTER && (s->format & SUPERADAM_MASTER_24BIT))
-        return length * 2;
-    if (field != MASTER && (s->format & SUPERADAM_MOMENTS_BFLOAT16))
-        return length * 2;
-    if (field != MASTER && (s->format & SUPERADAM_MOMENTS_8BIT))
-        return length;
-    return length * (s->gradient_dtype == SUPERADAM_FLOAT64 ? 8 : 4);
-}
-
-/* A list with room for every element, its arrays in the order of superadam_uncertain, full of zeros. */
-static superadam_uncertain *list_new(superadam_uncertain *list, const superadam_segment *s, guarded *arrays, int at_end)
-{
-    list->capacity = s->length;
-    void **pointers = (void **)&list->index;
-    for (int part = 0; part < LISTED; part++) {
-        arrays[part] = guarded_new((size_t)s->length * (part == 1 ? element_size(s->gradient_dtype) : 4), at_end);
-        memset(arrays[part].data, 0, arrays[part].size);
-        pointers[part] = part == LISTED - 1 && !s->max_exp_avg_sq ? NULL : arrays[part].data;
+    for (int field = 0; field < FIELDS; field++) {
+        void **pointer = (void **)s + field;
+        if (!*pointer)
+            continue;
+        int64_t size;
+        read_all(&size, sizeof size, jobs);
+        memory->fields[field] = guarded_new((size_t)size, at_end);
+        read_all(memory->fields[field].data, (size_t)size, jobs);
+        *pointer = memory->fields[field].data;
     }
-    return list;
+    if (!s->uncertain)
+        return;
+    /* Room for every element, in the order of superadam_uncertain, full of zeros. */
+    s->uncertain = &memory->list;
+    memory->list.capacity = s->length;
+    for (int part = 0; part < LISTED; part++) {
+        const size_t size =
+            part == 1 ? memory->fields[0].size : (size_t)s->length * 4; /* the gradient keeps its dtype */
+        memory->listed[part] = guarded_new(size, at_end);
+        memset(memory->listed[part].data, 0, size);
+        if (part < LISTED - 1 || s->max_exp_avg_sq)
+            ((void **)&memory->list.index)[part] = memory->listed[part].data;
+    }
 }
 
 static uint64_t fpcr_read(void)
@@ -154,28 +134,13 @@ static void do_job(int isa, FILE *jobs, FILE *results)
     const size_t count = (size_t)job.segment_count;
     superadam_coefficients *coefficients = calloc((size_t)job.coefficient_count + 1, sizeof *coefficients);
     superadam_segment *segments = calloc(count + 1, sizeof *segments);
-    guarded *arrays = calloc(count * FIELDS + 1, sizeof *arrays);
-    guarded *listed = calloc(count * LISTED + 1, sizeof *listed);
-    superadam_uncertain *lists = calloc(count + 1, sizeof *lists);
-    if (!coefficients || !segments || !arrays || !listed || !lists)
+    segment_memory *memory = calloc(count + 1, sizeof *memory);
+    if (!coefficients || !segments || !memory)
         fail("no memory");
     read_all(coefficients, (size_t)job.coefficient_count * sizeof *coefficients, jobs);
     read_all(segments, count * sizeof *segments, jobs);
-
-    /* The pointers to arrays stand first in a segment; in the file they say only whether there is an array. */
     for (size_t i = 0; i < count; i++)
-        for (int field = 0; field < FIELDS; field++) {
-            void **pointer = (void **)&segments[i] + field;
-            if (!*pointer)
-                continue;
-            guarded *array = &arrays[i * FIELDS + (size_t)field];
-            *array = guarded_new(field_size(field, &segments[i]), (int)job.at_end);
-            read_all(array->data, array->size, jobs);
-            *pointer = array->data;
-        }
-    for (size_t i = 0; i < count; i++)
-        if (segments[i].uncertain) /* which says only whether there is a list */
-            segments[i].uncertain = list_new(&lists[i], &segments[i], &listed[i * LISTED], (int)job.at_end);
+        segment_read(&segments[i], &memory[i], (int)job.at_end, jobs);
 
     const uint64_t fpcr = fpcr_read();
     fpcr_write((uint64_t)job.fpcr);
@@ -186,26 +151,15 @@ static void do_job(int isa, FILE *jobs, FILE *results)
         fail("FPCR is not as it was before the call");
 
     write_all(&code, sizeof code, results);
-    for (size_t i = 0; i < count; i++)
-        for (int field = 0; field < FIELDS; field++) {
-            guarded *array = &arrays[i * FIELDS + (size_t)field];
-            if (!array->pages)
-                continue;
-            write_all(array->data, array->size, results);
-            guarded_free(array);
-        }
     for (size_t i = 0; i < count; i++) {
-        if (!segments[i].uncertain)
-            continue;
-        write_all(&lists[i].count, sizeof lists[i].count, results);
-        for (size_t part = 0; part < LISTED; part++) {
-            write_all(listed[i * LISTED + part].data, listed[i * LISTED + part].size, results);
-            guarded_free(&listed[i * LISTED + part]);
-        }
+        for (int field = 0; field < FIELDS; field++)
+            guarded_finish(&memory[i].fields[field], results);
+        if (segments[i].uncertain)
+            write_all(&memory[i].list.count, sizeof memory[i].list.count, results);
+        for (int part = 0; part < LISTED; part++)
+            guarded_finish(&memory[i].listed[part], results);
     }
-    free(lists);
-    free(listed);
-    free(arrays);
+    free(memory);
     free(segments);
     free(coefficients);
 }

@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from support.gpu_arrays import DEVICE, Launches, needs_triton
 from support.gpu_checks import check_against_cpu, placed, resident_step
 from support.kernel_arrays import FORMATS, Job, jobs, make_segment
-from support.strategies import Magnitudes
+from support.strategies import USUAL, Magnitudes
 
 from superadam import gpu
-from superadam.gpu import adam
+from superadam.gpu import adam, language
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Flag, Format, Pass
 from superadam.kernels.resident_step import ResidentStep
-
-HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 
 
 @needs_triton
@@ -53,14 +51,47 @@ def test_every_configuration_in_one_call(double, numbers):
     check_against_cpu(Job(Pass.UPDATE, segments, sets))
 
 
+def extremes() -> np.ndarray:
+    """Return blocks of float32: around the bounds of exponents and among denormals, and one number alone in zeros."""
+    rng = np.random.default_rng(0)
+    edges = (rng.integers(0, 257, (256, 1)) << 23) + rng.integers(-2, 3, (256, 64)) & 0x7FFFFFFF
+    edges = edges >> rng.integers(0, 4, (256, 1)) | rng.integers(0, 2, edges.shape) << 31
+    alone = rng.integers(0, 2, (256, 64)) << 31
+    alone[np.arange(256), rng.integers(0, 64, 256)] = rng.choice(edges.ravel(), 256)
+    return np.concatenate([edges, alone]).astype(np.uint32).view(np.float32).ravel()
+
+
+@needs_triton
+@pytest.mark.parametrize("turn", [0, 0xFFFFFFFF, 0x9E3779B9, 0x80000000, 1])
+@pytest.mark.parametrize("form", FORMATS[1:], ids=lambda form: form.name)
+def test_compact_state_is_read_and_rounded_everywhere(form, turn, monkeypatch):
+    """Moments of any bits, with every exponent, stay; others and masters become the gradient or its square."""
+    k = replace(Coefficients.at_step(USUAL, 1), flags=Flag(0), nss=1.0, bc2s=1.0, eps=1.0, turn=turn)
+    sets = [replace(k, w=w, b2=b2, c2=c2) for w, b2, c2 in ((0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.0, 1.0))]
+    every = make_segment(0, 1 << 16, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
+    for name in every.arrays.keys() & {"exp_avg", "exp_avg_sq"}:
+        stored = every.arrays[name].view
+        stored[:] = np.arange(1 << 16).astype(stored.dtype)
+        if f"{name}_exponents" in every.arrays:
+            every.arrays[f"{name}_exponents"].view[:] = np.arange(1 << 10) // 4
+    others = [make_segment(0, 1 << 15, Dtype.FLOAT32, Dtype.FLOAT32, form=form) for _ in range(2)]
+    for number, segment in enumerate(others, 1):
+        segment.coefficients = number
+        for name, array in segment.arrays.items():
+            array.view[:] = extremes() if name == "gradient" else 0
+    if language.IS_INTERPRETED:
+        monkeypatch.setattr(adam, "BLOCK", 1 << 15)  # the time of a program does not depend on its size
+    check_against_cpu(Job(Pass.UPDATE, [every, *others], sets))
+
+
 @needs_triton
 def test_steps_alike_take_one_launch(monkeypatch):
     """Whatever their lengths, steps and learning rates; those with other flags take another."""
     launches = Launches(adam.adam_kernel)
     monkeypatch.setattr(adam, "adam_kernel", launches)
     lengths = [0, 1, 1023, 1024, 1025, 2048, 7]
-    sets = [Coefficients.at_step(replace(HYPER, lr=0.1 / (1 + n)), 1 + n) for n in range(len(lengths))]
-    other = [*sets[:2], Coefficients.at_step(replace(HYPER, maximize=True), 3), *sets[3:]]
+    sets = [Coefficients.at_step(replace(USUAL, lr=0.1 / (1 + n)), 1 + n) for n in range(len(lengths))]
+    other = [*sets[:2], Coefficients.at_step(replace(USUAL, maximize=True), 3), *sets[3:]]
     for chosen, grids in ((sets, [(1 + 1 + 1 + 2 + 2 + 1,)]), (other, [(1,), (1 + 1 + 2 + 2 + 1,)])):
         launches.grids.clear()
         segments = [make_segment(n, length, Dtype.BFLOAT16, Dtype.BFLOAT16) for n, length in enumerate(lengths)]
@@ -76,7 +107,7 @@ def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch, form):
     """On a GPU another address would end the program; the interpreter takes any."""
     aligned = []
     monkeypatch.setattr(adam, "adam_kernel", {(1,): lambda *arguments, **more: aligned.append(more["IS_ALIGNED"])})
-    sets = [Coefficients.at_step(replace(HYPER, amsgrad=not form), 1)]
+    sets = [Coefficients.at_step(replace(USUAL, amsgrad=not form), 1)]
     segment = make_segment(0, 64, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
     count = len(placed(segment, (0,)))
     assert count == (9 - 1 if form else 6)
@@ -89,13 +120,13 @@ def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch, form):
 @needs_triton
 def test_no_elements_are_allowed():
     gpu.update([], [])
-    gpu.update([ResidentStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
+    gpu.update([ResidentStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(USUAL, 1)])
 
 
 def test_without_triton_the_update_is_refused(monkeypatch):
     monkeypatch.setenv("SUPERADAM_GPU", "torch")
     with pytest.raises(RuntimeError, match=r"superadam\.gpu\.update needs Triton.*SUPERADAM_GPU=torch asks for it"):
-        gpu.update([ResidentStep(*[torch.ones(10)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
+        gpu.update([ResidentStep(*[torch.ones(10)] * 6, 0)], [Coefficients.at_step(USUAL, 1)])
 
 
 @needs_triton
@@ -107,7 +138,7 @@ def test_8bit_moments_that_the_cpu_refuses_are_refused(length, amsgrad):
     arrays = [placed(segment, (0,)) for segment in segments]
     plain, compact = (resident_step(each, number) for number, each in enumerate(arrays))
     cut = {name: getattr(compact, name)[:length] for name in ("master", "exp_avg", "exp_avg_sq", "parameter")}
-    sets = [Coefficients.at_step(replace(HYPER, amsgrad=number * amsgrad > 0), 1) for number in range(2)]
+    sets = [Coefficients.at_step(replace(USUAL, amsgrad=number * amsgrad > 0), 1) for number in range(2)]
     with pytest.raises(
         ValueError, match=r"amsgrad with 8-bit" if amsgrad else r"65 elements.*expected a multiple of 64"
     ):
@@ -117,9 +148,3 @@ def test_8bit_moments_that_the_cpu_refuses_are_refused(length, amsgrad):
     row["coefficients"] = 1
     with pytest.raises(ValueError, match="superadam:"):
         native.run(Pass.UPDATE, row, np.array([k.row() for k in sets], native.COEFFICIENTS))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_step_says_how_its_state_is_stored(form):
-    segment = make_segment(0, 64, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
-    assert resident_step(placed(segment, (0,)), 0).format == form

@@ -10,18 +10,7 @@ import support.gpu_arrays  # noqa: F401  decides how kernels run, before superad
 import torch
 from support import gpu_variants
 from support.gpu_checks import ADAM_NAMES, adam_values, cases, request_of, requests_of
-from support.gpu_variants import (
-    ADAM,
-    COEFFICIENTS,
-    KERNELS,
-    LAUNCHES,
-    PACK,
-    SCATTER,
-    SOURCES,
-    TARGETS,
-    Code,
-    noted_launches,
-)
+from support.gpu_variants import LAUNCHES, Code, noted_launches
 
 from superadam.gpu import adam, pack, scatter
 from superadam.kernels.dtypes import DTYPES
@@ -30,7 +19,7 @@ from superadam.kernels.native import Dtype, Flag
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-CHOSEN = [*TARGETS] if DEEP else ["sm_90", "gfx942"]
+CHOSEN = [*gpu_variants.TARGETS] if DEEP else ["sm_90", "gfx942"]
 """Targets. NVIDIA's differ in few instructions: sm_80 has shfl for redux.sync, sm_100 alone abs.f32 and f32x2."""
 
 needs_compilers = pytest.mark.skipif(not gpu_variants.can_compile(), reason="this Triton lacks compilers")
@@ -40,30 +29,31 @@ needs_compilers = pytest.mark.skipif(not gpu_variants.can_compile(), reason="thi
 
 def test_variants_have_every_dtype_and_flag():
     assert set(DTYPES.values()) == set(Dtype) - {Dtype.NONE}
-    assert Flag(0) in COEFFICIENTS
-    assert set(Flag) == {flag for flags in COEFFICIENTS for flag in flags}
+    assert Flag(0) in gpu_variants.COEFFICIENTS
+    assert set(Flag) == {flag for flags in gpu_variants.COEFFICIENTS for flag in flags}
 
 
 @pytest.mark.parametrize("number", range(2, len(DTYPES)))
 def test_dtypes_of_any_number_are_packed_alike(number):
-    for sources, link in itertools.product(itertools.combinations(SOURCES[-1], number), SOURCES[-1]):
+    every = gpu_variants.SOURCES[-1]
+    for sources, link in itertools.product(itertools.combinations(every, number), every):
         with noted_launches() as launches:
             LAUNCHES["pack_kernel"](sources, link, True, True)
-            LAUNCHES["pack_kernel"](SOURCES[-1], link, True, True)
+            LAUNCHES["pack_kernel"](every, link, True, True)
         assert launches[0].constants == launches[1].constants
 
 
 def test_variants_are_all_distinct_and_hold_every_constant():
     """No kernel is left out, and of no constant only one value is compiled."""
     seen = {}
-    for name, table in zip(LAUNCHES, (ADAM, PACK, SCATTER), strict=True):
+    for name, table in zip(LAUNCHES, (gpu_variants.ADAM, gpu_variants.PACK, gpu_variants.SCATTER), strict=True):
         with noted_launches() as launches:
             for arguments in table:
                 LAUNCHES[name](*arguments)
         assert len(launches) == len(table)
         for launch in launches:
             seen.setdefault(launch.name, []).append(dict(launch.constants))
-    assert seen.keys() == KERNELS.keys() == LAUNCHES.keys()
+    assert seen.keys() == gpu_variants.KERNELS.keys() == LAUNCHES.keys()
     for name, variants in seen.items():
         assert len({tuple(one.items()) for one in variants}) == len(variants)
         for constant, value in variants[0].items():
@@ -116,7 +106,7 @@ def check_vectors(code: Code, load: str, dtypes: Iterable[torch.dtype], elements
 
 @needs_compilers
 @pytest.mark.covering(1)
-@cases(CHOSEN, ADAM_NAMES, adam_values(ADAM))
+@cases(CHOSEN, ADAM_NAMES, adam_values(gpu_variants.ADAM))
 def test_adam_kernel(code, target, gradient, parameter, form, scale, maximize, decoupled, l2, amsgrad, round, aligned):
     state = torch.float64 if parameter == torch.float64 else torch.float32
     elements = 4
@@ -141,7 +131,7 @@ def test_adam_kernel(code, target, gradient, parameter, form, scale, maximize, d
 
 @needs_compilers
 @pytest.mark.covering(1)
-@cases(CHOSEN, "sources link sums aligned", PACK)
+@cases(CHOSEN, "sources link sums aligned", gpu_variants.PACK)
 def test_pack_kernel(code, target, sources, link, sums, aligned):
     is_large = len(sources) > 1 or (sums and sources != (link,))
     rows = pack.ROWS_AHEAD.value // (2 if is_large else 1)
@@ -156,7 +146,7 @@ def test_pack_kernel(code, target, sources, link, sums, aligned):
 
 @needs_compilers
 @pytest.mark.covering(1)
-@cases(CHOSEN, "dtype aligned", SCATTER)
+@cases(CHOSEN, "dtype aligned", gpu_variants.SCATTER)
 def test_scatter_kernel(code, target, dtype, aligned):
     check_arithmetic(code, "f32")
     elements = scatter.BLOCK // code.threads

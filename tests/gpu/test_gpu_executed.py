@@ -21,21 +21,22 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support import ptx
-from support.gpu_arrays import DEVICE, Placed, needs_triton, offsets_with_gaps
+from support import gpu_variants, ptx
+from support.gpu_arrays import DEVICE, needs_triton, offsets_with_gaps
 from support.gpu_checks import (
     ADAM_NAMES,
     adam_values,
     cases,
     check_against_cpu,
     check_pack,
+    check_scatter,
     request_of,
     requests_of,
     stored_gradient,
 )
 from support.gpu_variants import (
     ADAM,
-    COEFFICIENTS,
+    LAUNCHES,
     PACK,
     SCATTER,
     Code,
@@ -44,9 +45,8 @@ from support.gpu_variants import (
     Request,
     can_compile,
     noted_launches,
-    stored_dtypes,
 )
-from support.kernel_arrays import STORAGE, Job, make_segment, narrow, widen
+from support.kernel_arrays import Job, make_segment, narrow, widen
 from support.ptx_faults import RULES, described
 from support.strategies import Magnitudes
 
@@ -55,8 +55,6 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import CHUNK, Flag, Format, Pass
-from superadam.kernels.resident_step import ResidentStep
-from superadam.state.compact import BLOCK as STATE_BLOCK
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,7 +87,7 @@ def execute(
     parts = [*parts, *((one.data_ptr(), one.nbytes) for one in tensors_in(launch.arguments))]
     values = [one.data_ptr() if isinstance(one, torch.Tensor) else int(one) for one in launch.arguments]
     values += [0, 0]  # Triton adds two pointers, to memory that these kernels have none of
-    return ptx.launch(kernel, programs, code.threads, code.shared, values, ptx.Memory(parts))
+    return ptx.Run(kernel, programs, code.threads, code.shared, values, ptx.Memory(parts)).executed
 
 
 @contextlib.contextmanager
@@ -204,53 +202,33 @@ def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool,
     """Pack programs of whole chunks, and one with ends; of one dtype also every half, or what lies beside ties."""
     lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, 300, 17, 255, *range(2, 260 if DEEP else 6)]  # behind each nothing is read
     lengths += [2 * CHUNK - 1] * (len(sources) if len(sources) > 1 else 0)  # a whole and a part of each dtype
-    dtypes = [DTYPES[sources[number % len(sources)]] for number in range(len(lengths))]
     kinds = [Magnitudes.SPECIAL, *Magnitudes]
-    stored = [
-        stored_gradient(number, length, kinds[number % len(kinds)], dtype, number % 2 == 0)
-        for number, (length, dtype) in enumerate(zip(lengths, dtypes, strict=True))
-    ]
+    whole = [(chunks_that_tell(number, dtype), dtype) for number, dtype in enumerate(sources)]
+    packed = [*whole]
     if len(sources) == 1 and (sources[0].itemsize, link.itemsize) in ((2, 2), (2, 4), (4, 2)):
-        stored.insert(0, half_patterns(sources[0], link))
-        dtypes.insert(0, dtypes[0])
-        lengths.insert(0, len(stored[0]))
-    for number, dtype in enumerate(sources):
-        whole = chunks_that_tell(number, dtype)
-        stored[:0], stored[len(stored) :] = [whole], [one[:-1] for one in np.split(whole, 8)]
-        dtypes = [DTYPES[dtype], *dtypes, *[DTYPES[dtype]] * 8]
-        lengths = [8 * CHUNK, *lengths, *[CHUNK - 1] * 8]
-    places, numel = places_of(lengths, aligned)
+        packed.append((half_patterns(sources[0], link), sources[0]))
+    for number, length in enumerate(lengths):
+        kind, dtype = kinds[number % len(kinds)], sources[number % len(sources)]
+        packed.append((stored_gradient(number, length, kind, DTYPES[dtype], number % 2 == 0), dtype))
+    packed += [(one[:-1], dtype) for chunks, dtype in whole for one in np.split(chunks, 8)]
+    stored, dtypes = [one for one, _ in packed], [DTYPES[dtype] for _, dtype in packed]
+    places, numel = places_of([*map(len, stored)], aligned)
     check_pack(stored, dtypes, DTYPES[link], places, numel, (0,) if aligned else (0, 1, 3), with_norm=sums)
 
 
-def check_scatter(dtype: torch.dtype, aligned: bool) -> None:
-    """Scatter whole blocks and parts, large and small."""
-    lengths = [4096, 0, 1, 5, 4097, 9000, 4095, *range(2, 30)]
-    places, numel = places_of(lengths, aligned)
-    kind = STORAGE[DTYPES[dtype]]
-    rng = np.random.default_rng(numel)
-    values = rng.integers(0, 256, numel * kind().itemsize, dtype=np.uint8).view(kind)
+def check_scattering(dtype: torch.dtype, aligned: bool) -> None:
+    """Scatter whole blocks and parts, large and small; then some alone, behind which nothing may be read."""
     starts = (0,) if aligned else (0, 1, 3)
-    buffer = Placed(values, dtype, starts[-1])
-    targets = [Placed(np.zeros(n, kind), dtype, starts[row % len(starts)]) for row, n in enumerate(lengths)]
-    sources = [buffer.tensor[place : place + length] for place, length in zip(places, lengths, strict=True)]
-    wanted = [values[place : place + length] for place, length in zip(places, lengths, strict=True)]
-    for length in (*range(4097, 4105), *range(100, 4096, 128)):  # behind these nothing may be read
-        alone = Placed(values[:length], dtype, starts[-1])
-        sources.append(alone.tensor)
-        targets.append(Placed(np.zeros(length, kind), dtype, starts[0]))
-        wanted.append(values[:length])
-    gpu.scatter_values(sources, [one.tensor for one in targets])
-    assert buffer.is_unchanged()
-    for one, expected in zip(targets, wanted, strict=True):
-        assert one.outside_is_unchanged()
-        assert one.read().tobytes() == expected.tobytes()
+    lengths = [4096, 0, 1, 5, 4097, 9000, 4095, *range(2, 30)]
+    check_scatter([dtype], lengths, *places_of(lengths, aligned), starts)
+    for length in (*range(4097, 4105), *range(100, 4096, 128)):
+        check_scatter([dtype], [length], [0], length, starts)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
     "adam_kernel": check_adam,
     "pack_kernel": check_packing,
-    "scatter_kernel": check_scatter,
+    "scatter_kernel": check_scattering,
 }
 
 
@@ -321,57 +299,42 @@ def vast(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags), dtype=dtype)
 
 
-def arrays_of(request: Request) -> dict[str, tuple[torch.dtype, int]]:
-    """Return the dtype of each array of a launch, and for how many elements it has one entry."""
-    if request.kernel == "adam_kernel":
-        gradient, parameter, form, *_ = request.arguments
-        dtypes = {"gradient": gradient, "parameter": parameter, **stored_dtypes(torch.float32, form)}
-        return {name: (one, STATE_BLOCK if "exponents" in name else 1) for name, one in dtypes.items()}
-    first = request.arguments[0][0] if request.kernel == "pack_kernel" else request.arguments[0]
-    link = request.arguments[1] if request.kernel == "pack_kernel" else first
-    norm = {"sums": (torch.float64, CHUNK), "counts": (torch.int64, CHUNK)} if request.kernel == "pack_kernel" else {}
-    return {"source": (first, 1), "target": (link, 1), **norm}
+def launch_of(request: Request, numel: int, make: Callable[..., torch.Tensor]) -> tuple[Launch, list[torch.Tensor]]:
+    """Return the launch that production makes for tensors of so many elements, and all of its arrays."""
+    arrays = []
 
+    def made(numel: int, dtype: torch.dtype, aligned: bool = True) -> torch.Tensor:
+        arrays.append(make(numel, dtype=dtype))
+        return arrays[-1]
 
-def launch_of(request: Request, arrays: dict[str, torch.Tensor]) -> Launch:
-    """Return the launch that production makes for one tensor."""
-    with noted_launches() as launches:
-        if request.kernel == "adam_kernel":
-            step = ResidentStep(**arrays, max_exp_avg_sq=None, coefficients=0)
-            gpu.update([step], [COEFFICIENTS[request.arguments[3]]])
-        elif request.kernel == "pack_kernel":
-            gpu.pack_gradients([arrays["source"]], [0], arrays["target"], arrays["sums"], arrays["counts"])
-        else:
-            gpu.scatter_values([arrays["source"]], [arrays["target"]])
+    with noted_launches() as launches, mock.patch.object(gpu_variants, "tensor", made):
+        LAUNCHES[request.kernel](*request.arguments, numel)
     (launch,) = launches
-    return launch
+    return launch, arrays
 
 
 @pytest.mark.parametrize("name", VAST)
 def test_tensors_of_more_than_32_bits(compilers, name):
     """Some of the programs run, which may access their parts alone; a small tensor of these gets the same bits."""
-    code, kinds = compilers.code(VAST[name]), arrays_of(VAST[name])
+    code = compilers.code(VAST[name])
     kernel = ptx.parse(code.ptx)
     numel, block = FAR + 5056, code.constants.get("BLOCK") or code.constants["CHUNKS"] * CHUNK
-    programs = [FAR // 2 // block - 1, FAR // 2 // block, FAR // block, (numel - 1) // block]
-    windows = [(one * block, min((one + 1) * block, numel)) for one in dict.fromkeys(programs)]
-    generator = torch.Generator().manual_seed(0)
-    small, whole, places = {}, {}, {}
-    for array, (dtype, each) in kinds.items():
-        whole[array] = vast(-(-numel // each), dtype)
-        places[array] = [slice(begin // each, -(-end // each)) for begin, end in windows]
-        parts = [torch.randn(one.stop - one.start, generator=generator).square().mul(100) for one in places[array]]
-        small[array] = torch.cat(parts).to(dtype)
-        for place, part in zip(places[array], parts, strict=True):
-            whole[array][place] = part.to(dtype)
-    expected, launch = launch_of(VAST[name], small), launch_of(VAST[name], whole)
+    programs = [*dict.fromkeys([FAR // 2 // block - 1, FAR // 2 // block, FAR // block, (numel - 1) // block])]
+    windows = [(one * block, min((one + 1) * block, numel)) for one in programs]
+    launch, whole = launch_of(VAST[name], numel, vast)
     assert launch.grid == (programs[-1] + 1,)
-    execute(expected, code, kernel, [(one.data_ptr(), one.nbytes) for one in small.values()], range(expected.grid[0]))
-    parts = [(whole[array][one].data_ptr(), whole[array][one].nbytes) for array in kinds for one in places[array]]
-    execute(launch, code, kernel, parts, [*dict.fromkeys(programs)])
-    for array in kinds:
-        there = torch.cat([whole[array][place] for place in places[array]])
-        assert torch.equal(there.view(torch.uint8), small[array].view(torch.uint8)), array
+    expected, small = launch_of(VAST[name], sum(end - begin for begin, end in windows), torch.empty)
+    generator, parts = torch.Generator().manual_seed(0), []
+    for few, array in zip(small, whole, strict=True):
+        few.copy_(torch.randn(len(few), generator=generator).square().mul(100))
+        each = round(numel / len(array))  # elements, for which the array has one entry
+        parts.append([array[begin // each : -(-end // each)] for begin, end in windows])
+        for part, values in zip(parts[-1], few.split([*map(len, parts[-1])]), strict=True):
+            part.copy_(values)
+    execute(expected, code, kernel, [(one.data_ptr(), one.nbytes) for one in small], range(expected.grid[0]))
+    execute(launch, code, kernel, [(one.data_ptr(), one.nbytes) for one in itertools.chain(*parts)], programs)
+    for few, there in zip(small, parts, strict=True):
+        assert torch.equal(torch.cat(there).view(torch.uint8), few.view(torch.uint8)), few.dtype
 
 
 # ---- planted faults ------------------------------------------------------------------------------------------------

@@ -2,26 +2,17 @@
 
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gpu_arrays import (
-    BACKENDS,
-    DEVICE,
-    TORCH_DTYPES,
-    Launches,
-    Placed,
-    asked_for,
-    needs_triton,
-    offsets_with_gaps,
-)
-from support.kernel_arrays import STORAGE
+from support.gpu_arrays import BACKENDS, DEVICE, Launches, asked_for, needs_triton, offsets_with_gaps
+from support.gpu_checks import check_scatter
 from support.strategies import lengths
 
 from superadam import gpu
 from superadam.gpu import scatter
+from superadam.kernels.dtypes import DTYPES
 
 
 @pytest.fixture(params=BACKENDS)
@@ -33,32 +24,15 @@ def implementation(request):
 @given(st.data())
 def test_every_element_arrives(data):
     """From any number of buffers, at any places in them, of one dtype or of several."""
-    chosen = data.draw(st.lists(st.sampled_from(sorted(TORCH_DTYPES)), min_size=1, max_size=3), "dtypes")
+    dtypes = data.draw(st.lists(st.sampled_from([*DTYPES]), min_size=1, max_size=3), "dtypes")
     sizes = data.draw(st.lists(lengths(), max_size=6), "lengths")
     gaps = data.draw(st.sampled_from([(), (64,), (3, 0, 40)]), "gaps")
     places, numel = offsets_with_gaps(sizes, gaps, data.draw(st.permutations(range(len(sizes))), "order"))
     starts = data.draw(st.sampled_from([(0,), (0, 1, 3)]), "starts")
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "seed"))
-    dtypes = [chosen[row % len(chosen)] for row in range(len(sizes))]
-    values = [
-        rng.integers(0, 256, numel * STORAGE[dtype]().itemsize, dtype=np.uint8).view(STORAGE[dtype]) for dtype in chosen
-    ]
+    seed = data.draw(st.integers(0, 2**32 - 1), "seed")
     for name in BACKENDS:
-        buffers = [Placed(stored, dtype, starts[-1]) for stored, dtype in zip(values, chosen, strict=True)]
-        targets = [
-            Placed(np.zeros(size, STORAGE[dtype]), dtype, starts[row % len(starts)])
-            for row, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
-        ]
-        sources = [
-            buffers[row % len(buffers)].tensor[place : place + size]
-            for row, (place, size) in enumerate(zip(places, sizes, strict=True))
-        ]
         with asked_for(name):
-            gpu.scatter_values(sources, [one.tensor for one in targets])
-        assert all(buffer.is_unchanged() for buffer in buffers)
-        for row, (one, place, size) in enumerate(zip(targets, places, sizes, strict=True)):
-            assert one.outside_is_unchanged()
-            assert one.read().tobytes() == values[row % len(chosen)][place : place + size].tobytes()
+            check_scatter(dtypes, sizes, places, numel, starts, seed)
 
 
 @needs_triton

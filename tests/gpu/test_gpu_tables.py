@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gpu_arrays import BACKENDS, DEVICE, asked_for, needs_triton
+from support.strategies import USUAL
 from torch import Tensor
 
 from superadam import gpu
@@ -17,7 +18,6 @@ from superadam.gpu import tables
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.resident_step import ResidentStep
 
-HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 LARGEST = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, amsgrad=True, maximize=True, decoupled_weight_decay=False)
 
 
@@ -49,7 +49,7 @@ def update(tensors: Sequence[Tensor]) -> list[Tensor]:
         largest = state[3] if position % 2 else None
         steps.append(ResidentStep(*state[:3], largest, tensor, torch.zeros_like(tensor), position % 2))
     for number in (1, 2):
-        gpu.update(steps, [Coefficients.at_step(one, number) for one in (HYPER, LARGEST)])
+        gpu.update(steps, [Coefficients.at_step(one, number) for one in (USUAL, LARGEST)])
     return [tensor for step in steps for tensor in (step.master, step.exp_avg, step.exp_avg_sq, step.parameter)]
 
 
@@ -170,6 +170,6 @@ def test_update_writes_nothing_where_a_table_finds_no_memory(uploads):
         for dtype in (torch.bfloat16, torch.float16)
     ]
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        gpu.update(steps, [Coefficients.at_step(HYPER, 1)])
+        gpu.update(steps, [Coefficients.at_step(USUAL, 1)])
     assert len(uploads) == 2
     assert all(bool((one == 1).all()) for step in steps for one in (step.master, step.exp_avg, step.parameter))

@@ -26,7 +26,7 @@ def run(body: str, *arrays: np.ndarray, size: int = 4, grid: int = 1, threads: i
     parts = [(array.ctypes.data, array.nbytes) for array in arrays]
     addresses = [array.ctypes.data for array in arrays]
     kernel = program(PROLOGUE.format(size=size) + body, len(arrays))
-    ptx.launch(kernel, range(grid), threads, shared, addresses, ptx.Memory(parts))
+    ptx.Run(kernel, range(grid), threads, shared, addresses, ptx.Memory(parts))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ RUNNABLE = {
 HOSTILE_FPCR = 1 << 24 | 1 << 25 | 3 << 22 | 1 << 26
 
 
+def name_of(value: Cpu | str) -> str:
+    return value.name if isinstance(value, Cpu) else value
+
+
 IS_DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 SEED = int.from_bytes(os.urandom(4)) if IS_DEEP else 20_240_607
 
@@ -134,14 +138,12 @@ DEEP = pytest.mark.deep  # as is every other length of vectors
         pytest.param(Cpu.SVE_128, "sve_bf16", marks=DEEP),
         pytest.param(Cpu.SVE_2048, "sve_bf16", marks=DEEP),
     ],
-    ids=lambda value: value.name if isinstance(value, Cpu) else value,
+    ids=name_of,
 )
-def test_bits_of_the_scalar_kernels(cpu, isa, batch, tmp_path):
+def test_bits_of_the_scalar_kernels(cpu, isa, batch):
     """At every vector length, of which both SVE kernels share all but the rounding to bf16; and on the least CPUs."""
     path, jobs = batch
-    done = emulation.run_jobs(cpu, isa, path, tmp_path / "results")
-    assert done.returncode == 0, f"the runner ended with {done.returncode}: {done.stderr}"
-    for emulated, segments in zip(jobs, emulation.read_results(tmp_path / "results", jobs), strict=True):
+    for emulated, segments in zip(jobs, emulation.run_jobs(cpu, isa, path, jobs), strict=True):
         for segment, arrays in zip(emulated.job.segments, segments, strict=True):
             where = f"{emulated.job.which.name} {segment.gradient_dtype.name} {segment.out_dtype.name}, {SEED=}"
             expected = {name: segment.arrays[name].view for name in arrays}
@@ -152,14 +154,12 @@ def test_bits_of_the_scalar_kernels(cpu, isa, batch, tmp_path):
 @pytest.mark.parametrize(
     ("cpu", "isa"),
     [(Cpu.CORTEX_A72, "neon"), (Cpu.SVE_384, "sve"), (Cpu.SVE_128, "sve_bf16"), (Cpu.SVE_2048, "sve_bf16")],
-    ids=lambda value: value.name if isinstance(value, Cpu) else value,
+    ids=name_of,
 )
-def test_lists_of_the_scalar_kernels(cpu, isa, listings, tmp_path):
+def test_lists_of_the_scalar_kernels(cpu, isa, listings):
     """The same elements are uncertain on every instruction set."""
     path, jobs, ran = listings
-    done = emulation.run_jobs(cpu, isa, path, tmp_path / "results")
-    assert done.returncode == 0, f"the runner ended with {done.returncode}: {done.stderr}"
-    for listing, (arrays,) in zip(ran, emulation.read_results(tmp_path / "results", jobs), strict=True):
+    for listing, (arrays,) in zip(ran, emulation.run_jobs(cpu, isa, path, jobs), strict=True):
         for name, expected in listing.listed().items():
             assert differing(arrays[f"listed {name}"], expected) == 0, f"{name} in {SEED=}"
 
@@ -183,7 +183,7 @@ def listings(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu", Cpu, ids=lambda cpu: cpu.name)
+@pytest.mark.parametrize("cpu", Cpu, ids=name_of)
 def test_dispatch_knows_what_the_cpu_can_run(cpu):
     known = emulation.known_isas(cpu)
     assert list(known) == ROWS
@@ -202,10 +202,7 @@ SVE = re.compile(r"\b(z\d+\.[bhsd]|p\d+/[mz]|cnt[bhwd]|ptrue|whilel\w)\b")
 
 def test_only_the_sve_kernels_use_sve():
     """Every other object stays at the baseline, so nothing beyond it can run before dispatch."""
-    objects = sorted((emulation.BUILD / "CMakeFiles/_kernels.dir").rglob("*.o"))
-    with_sve = set()
-    for path in objects:
-        if any(SVE.search(text) for _, text in emulation.disassemble(path)):
-            with_sve.add(path.name)
+    objects = [*(emulation.BUILD / "CMakeFiles/_kernels.dir").rglob("*.o")]
+    with_sve = {path.name for path in objects if any(map(SVE.search, emulation.disassemble(path)))}
     assert len(objects) > 6
     assert with_sve == {"kernels_sve.c.o", "kernels_sve_bf16.c.o"}

@@ -87,13 +87,13 @@ def test_every_instruction_set_lists_what_the_oracle_does(which, case, gradient,
     Listing(which, case, gradient, out, length, capacity=length, form=form).check()
 
 
-def training_case(count: int, factor: float = 0.5) -> Case:
+def training_case(count: int, factor: float = 0.5, width: float = 1.25, seed: int = 7) -> Case:
     """Elements as in fine-tuning, of which about one in a hundred is uncertain."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     scale = np.exp(rng.normal(0, 1.2, count)) * 1e-6
     g, m = scale * rng.standard_t(4, count) / factor, scale * rng.normal(0, 0.3, count)
     v, p = scale**2, rng.normal(0, 0.02, count)
-    interval = Interval(factor / 1.25, factor * 1.25)
+    interval = Interval(factor / width, factor * width)
     k = Coefficients.at_step(ORDINARY, 500, factor).over(interval)
     return Case(k, interval, tuple(one.astype(np.float32) for one in (g, m, v, v, p)))
 
@@ -115,54 +115,33 @@ def test_a_list_that_is_too_short_says_how_long_it_would_be():
 @EACH_HALF
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_listed_elements_are_patched_with_another_factor(dtype, form):
-    """A pass over the list, with the verdict's factor, makes the published values those of that factor."""
-    case = training_case(1 << 16)
-    listing = Listing(Pass.SPECULATE, case, Dtype.BFLOAT16, dtype, 1 << 16, capacity=1 << 16, form=form)
-    exact = at_factor(case.k, case.interval.high)
-    reference = listing.segment.expected(Pass.SPECULATE, [exact])["out"]
-    published = listing.segment.arrays["out"].view
+    """A pass over two long lists, with the verdict's factor, makes the published values those of that factor."""
+    cases = [training_case(1 << 16, width=3.9, seed=seed) for seed in range(2)]
+    exact = at_factor(cases[0].k, cases[0].interval.high)
+    listings = [Listing(Pass.SPECULATE, one, Dtype.BFLOAT16, dtype, 1 << 16, 1 << 16, form) for one in cases]
+    references = [listing.segment.expected(Pass.SPECULATE, [exact])["out"] for listing in listings]
+    published = [listing.segment.arrays["out"].view for listing in listings]
+    values, places = np.zeros((2, 1 << 16), np.uint16), np.zeros((2, 1 << 16), np.int32)
+    table = np.zeros(2, native.SEGMENT)
     for isa in native.available_isas():
-        listing.run(isa)
-        assert differing(published, reference) > 0
-        values, row = np.zeros(listing.count, np.uint16), np.zeros(1, native.SEGMENT)
-        for name in LISTED:
-            row[name] = listing.record[name]
-        places = np.zeros(listing.count, np.int32)
-        row["out"], row["target"], row["index"] = values.ctypes.data, published.ctypes.data, listing.record["index"]
-        row["places"], row["begin"] = places.ctypes.data, (1 << 31) - (1 << 16)
-        row["length"], row["gradient_dtype"], row["out_dtype"] = listing.count, Dtype.BFLOAT16, dtype
-        row["format"] = Format.LISTED_24BIT if Format.MASTER_24BIT in form else Format.PLAIN
-        row["phase"] = listing.segment.phase
-        native.run(Pass.SPECULATE, row, coefficient_table([exact]), isa=isa)
-        assert differing(published, reference) == 0, isa
-        index = listing.arrays["index"].view[: listing.count]
-        assert differing(values, reference[index]) == 0, isa
-        assert (places == index + row["begin"]).all(), isa
-
-
-def test_patches_of_several_segments_reach_their_own_targets():
-    """Over more than one chunk of each, on several threads."""
-    case, length = training_case(1 << 16), 1 << 16
-    table, published, references = np.zeros(3, native.SEGMENT), [], []
-    exact = at_factor(case.k, case.interval.high)
-    rng = np.random.default_rng(0)
-    for row in table:
-        listing = Listing(Pass.SPECULATE, case, Dtype.BFLOAT16, Dtype.BFLOAT16, length, capacity=length)
-        reference = listing.segment.expected(Pass.SPECULATE, [exact])["out"]
-        index = np.sort(rng.choice(length, 9000, replace=False)).astype(np.uint32)
-        chosen = {name: placed.view[index].copy() for name, placed in listing.segment.arrays.items() if name in LISTED}
-        out, values = np.zeros(length, np.uint16), np.zeros(len(index), np.uint16)
-        for name, array in {**chosen, "index": index, "out": values, "target": out}.items():
-            row[name] = array.ctypes.data
-        row["length"], row["gradient_dtype"], row["out_dtype"] = len(index), Dtype.BFLOAT16, Dtype.BFLOAT16
-        published.append((out, chosen, values, index))
-        references.append(np.where(np.isin(np.arange(length), index), reference, 0).astype(np.uint16))
-    for isa in native.available_isas():
-        for out, *_ in published:
-            out[:] = 0
+        values[:], places[:] = 0, 0
+        for n, (row, listing) in enumerate(zip(table, listings, strict=True)):
+            listing.run(isa)
+            assert listing.count > native.CHUNK
+            assert differing(published[n], references[n]) > 0
+            for name in ("index", *LISTED):
+                row[name] = listing.record[name][0]
+            row["target"], row["out"] = published[n].ctypes.data, values[n].ctypes.data
+            row["places"], row["begin"] = places[n].ctypes.data, (1 << 31) - (1 << 16)
+            row["length"], row["gradient_dtype"], row["out_dtype"] = listing.count, Dtype.BFLOAT16, dtype
+            row["format"] = Format.LISTED_24BIT if Format.MASTER_24BIT in form else Format.PLAIN
+            row["phase"] = listing.segment.phase
         native.run(Pass.SPECULATE, table, coefficient_table([exact]), isa=isa, threads=3)
-        for (out, *_), reference in zip(published, references, strict=True):
-            assert differing(out, reference) == 0, isa
+        for n, listing in enumerate(listings):
+            assert differing(published[n], references[n]) == 0, isa
+            index = listing.arrays["index"].view[: listing.count]
+            assert differing(values[n][: listing.count], references[n][index]) == 0, isa
+            assert (places[n][: listing.count] == index + table[n]["begin"]).all(), isa
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -124,22 +124,6 @@ def test_no_byte_outside_is_touched(isa, which, fill, at_end):
     assert exit_code_of_child(work) == 0
 
 
-@EACH_END
-@pytest.mark.parametrize("which", [which for which in Pass if "out" in WRITTEN[which]], ids=lambda which: which.name)
-def test_stores_past_the_caches_touch_no_byte_outside(isa, which, at_end):
-    """The same segment again and again makes the 4 Mi elements from which on `out` is streamed, where it is aligned."""
-    length = native.CHUNK if at_end else native.CHUNK + 21
-
-    def work():
-        guards = Guards()
-        guards.prepare(which)
-        for out in (Dtype.FLOAT32, Dtype.BFLOAT16):
-            table = guards.table(length, Dtype.BFLOAT16, out, norm=False, at_end=at_end)
-            native.run(which, np.repeat(table, (1 << 22) // native.CHUNK), coefficient_table(), isa=isa, threads=1)
-
-    assert exit_code_of_child(work) == 0
-
-
 @pytest.mark.parametrize(
     ("which", "prepared", "name", "change", "at_end"),
     [

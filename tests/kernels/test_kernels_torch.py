@@ -6,7 +6,7 @@ and torch runs on one thread, because each of its threads has such a tail.
 
 import math
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
@@ -33,16 +33,10 @@ class TorchAdam:
 
     def __init__(self, hyper: Hyperparameters, p: np.ndarray, **options: Any) -> None:
         self.parameter = torch.nn.Parameter(torch.from_numpy(p.copy()))
-        self._optimizer = (torch.optim.AdamW if hyper.decoupled_weight_decay else torch.optim.Adam)(
-            [self.parameter],
-            lr=hyper.lr,
-            betas=(hyper.beta1, hyper.beta2),
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
-            amsgrad=hyper.amsgrad,
-            maximize=hyper.maximize,
-            **options,
-        )
+        options |= asdict(hyper)
+        options["betas"] = options.pop("beta1"), options.pop("beta2")
+        kind = torch.optim.AdamW if options.pop("decoupled_weight_decay") else torch.optim.Adam
+        self._optimizer = kind([self.parameter], **options)
 
     def step(self, gradient: np.ndarray) -> None:
         self.parameter.grad = torch.from_numpy(gradient.copy())
@@ -50,11 +44,9 @@ class TorchAdam:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return master and moments under the kernels' names."""
-        moments = {name: value.numpy() for name, value in self._optimizer.state[self.parameter].items()}
+        moments = {name.removesuffix("s"): one.numpy() for name, one in self._optimizer.state[self.parameter].items()}
         del moments["step"]
-        return {name.removesuffix("s"): value for name, value in moments.items()} | {
-            "master": self.parameter.detach().numpy()
-        }
+        return moments | {"master": self.parameter.detach().numpy()}
 
 
 def make_states(length: int, kind: Magnitudes, seed: int, dtype: Dtype) -> tuple[Segment, list[np.ndarray]]:

@@ -1,6 +1,7 @@
 """Each rule makes the mutants that it promises, and changes nothing else of a file."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -24,21 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ("swap-operator", "x -= a + é and (b) // c + 'text'\n", {"-=": "+=", "+ é": "- é", "and": "or", "//": "*"}),
         ("shift-constant", "é = 'é', 0x10, True\n", {"0x10": "17", ", 0x10": ", 15"}),
         ("shift-constant", "é = 0.5\n", {"0.5": "1.5", "= 0.5": "= (-0.5)"}),
-        (
-            "return-early",
-            "def f():\n    '''Doc.'''\n    if é:\n        a()\n    b()\n",
-            {"    if": "    return\n    if"},
-        ),
+        ("return-early", "def f():\n    '''D.'''\n    if é:\n        a()\n    b()\n", {"    if": "    return\n    if"}),
         ("exchange-arguments", "f('é', (b + c), *d)\nmax(a, b)\n", {"'é', (b + c)": "b + c, ('é')"}),
-    ],
-)
-def test_rules_for_python(rule: str, source: str, changes: dict[str, str]) -> None:
-    check("a.py", rule, source, changes)
-
-
-@pytest.mark.parametrize(
-    ("rule", "source", "changes"),
-    [
+        # in C
         ("drop-statement", "void f(char *a)\n{\n    int b = 0;\n    *a = /* ; */ b;\n}\n", {"*a = /* ; */ b": ""}),
         ("drop-call", "void f(void)\n{\n    if (a)\n        g((int)h(a), b);\n}\n", {"g((int)h(a), b)": ""}),
         ("negate-condition", "int f(void) { if (a && !(b)) return 1; }\n", {"a && !(b)": "!(a && !(b))"}),
@@ -50,11 +39,8 @@ def test_rules_for_python(rule: str, source: str, changes: dict[str, str]) -> No
         ("exchange-arguments", "void f(int a)\n{\n    g(a,\n      h(a));\n}\n", {"a,\n      h(a)": "h(a),\n      a"}),
     ],
 )  # fmt: skip
-def test_rules_for_c(rule: str, source: str, changes: dict[str, str]) -> None:
-    check("a.c", rule, source, changes)
-
-
-def check(file: str, rule: str, source: str, changes: dict[str, str]) -> None:
+def test_a_rule_makes_its_mutants(rule: str, source: str, changes: dict[str, str]) -> None:
+    file = "a.c" if re.match("void|int|enum|float|#", source) else "a.py"
     texts = sorted(mutant.text.decode() for mutant in mutants_in(file, source.encode()) if mutant.rule == rule)
     assert texts == sorted(source.replace(old, new, 1) for old, new in changes.items())
 

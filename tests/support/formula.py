@@ -5,9 +5,8 @@ no concern. `adam_formula` has the names and the order of its counterpart in `cp
 control register of the calling thread must be as the process started: round to nearest, denormals kept.
 """
 
-import math
+import ctypes
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -130,9 +129,10 @@ def larger_or_nan(a: Array, b: Array) -> Array:
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c, rounded once, for operands that are all float32 or all float64."""
+    """Return a * b + c, rounded once, for operands that are all float32 or all float64 (then by the C library)."""
     with np.errstate(all="ignore"):
-        return _fma_float64(a, b, c) if np.result_type(a, b, c) == np.float64 else _fma_float32(a, b, c)
+        is_double = np.result_type(a, b, c) == np.float64
+        return np.asarray(_fma_each(a, b, c), np.float64) if is_double else _fma_float32(a, b, c)
 
 
 def _fma_float32(a: Array, b: Array, c: Array) -> Array:
@@ -155,26 +155,9 @@ def _fma_float32(a: Array, b: Array, c: Array) -> Array:
     return rounded
 
 
-def _fma_one(a: float, b: float, c: float) -> float:
-    """Return a * b + c of three doubles through exact fractions."""
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return a * b + c
-    if not math.isfinite(c):
-        return c  # a * b is finite, although its double may have overflowed
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    if not exact:
-        return a * b + c  # the sign of a zero follows the operands
-    try:
-        return exact.numerator / exact.denominator  # Python divides integers with one rounding
-    except OverflowError:
-        return math.inf if exact > 0 else -math.inf
-
-
-_fma_each = np.frompyfunc(_fma_one, 3, 1)
-
-
-def _fma_float64(a: Array, b: Array, c: Array) -> Array:
-    return np.asarray(_fma_each(a, b, c), dtype=np.float64)
+_libm = ctypes.CDLL("libm.so.6")
+_libm.fma.restype, _libm.fma.argtypes = ctypes.c_double, [ctypes.c_double] * 3
+_fma_each = np.frompyfunc(_libm.fma, 3, 1)
 
 
 # -- casts of the working copy: bf16 and fp16 as uint16 bit patterns -------------------------------------------------

@@ -9,18 +9,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from support import formula
+from support import formula, kernel_arrays
 
 from superadam.gpu import Backend, backend, language
+from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.native import Dtype
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
-Array = npt.NDArray[np.generic]
+Array = kernel_arrays.Array
 
 IS_READY = backend(DEVICE).backend is not Backend.TORCH
 """Whether Triton's kernels run on DEVICE."""
@@ -63,54 +62,24 @@ def _round_fmas_once() -> None:
 if language.IS_INTERPRETED and tuple(map(int, language.triton.__version__.split(".")[:2])) < (3, 9):
     _round_fmas_once()
 
-TORCH_DTYPES = {
-    Dtype.FLOAT32: torch.float32,
-    Dtype.BFLOAT16: torch.bfloat16,
-    Dtype.FLOAT16: torch.float16,
-    Dtype.FLOAT64: torch.float64,
-}
+TORCH_DTYPES = {ours: dtype for dtype, ours in DTYPES.items()}
 
 
-class Placed:
-    """A tensor on DEVICE that begins some elements after a multiple of 64 bytes, between canary bytes.
-
-    Args:
-        values: 1-D, as stored: halves are uint16.
-        dtype: of the tensor.
-        offset: elements.
-    """
-
-    MARGIN = 128
+class Placed(kernel_arrays.Placed):
+    """The same as a tensor of a dtype on DEVICE, with an offset in elements; halves are given as uint16."""
 
     def __init__(self, values: Array, dtype: Dtype | torch.dtype, offset: int = 0) -> None:
         torch_dtype = TORCH_DTYPES[dtype] if isinstance(dtype, Dtype) else dtype
-        size = torch_dtype.itemsize
-        numel = -(-(values.nbytes + 2 * self.MARGIN + 64) // size) + offset
-        self._buffer = torch.full((numel * size,), 0xA5, dtype=torch.uint8, device=DEVICE)
-        begin = self.MARGIN + -(self._buffer.data_ptr() + self.MARGIN) % 64 + offset * size
-        self._inside = slice(begin, begin + values.nbytes)
-        self._stored = values.dtype
-        self.tensor = self._buffer.view(torch_dtype)[begin // size : begin // size + len(values)]
-        self.write(values)
+        super().__init__(values, offset * torch_dtype.itemsize)
+        self._there = torch.from_numpy(self._buffer).to(DEVICE)  # not copied, unless to a GPU
+        self.tensor = self._there[self._inside].view(torch_dtype)
 
-    def write(self, values: Array) -> None:
-        """Replace the values."""
-        bytes_ = np.frombuffer(values.tobytes(), np.uint8).copy()
-        self._buffer[self._inside] = torch.from_numpy(bytes_).to(DEVICE)
-        self._before = self._buffer.cpu().numpy().copy()
+    def _now(self) -> Array:
+        return self._there.cpu().numpy()
 
     def read(self) -> Array:
         """Return the values, as stored."""
-        inside: Array = self._buffer[self._inside].cpu().numpy().view(self._stored)
-        return inside
-
-    def is_unchanged(self) -> bool:
-        return bool(np.array_equal(self._buffer.cpu().numpy(), self._before))
-
-    def outside_is_unchanged(self) -> bool:
-        changed = self._buffer.cpu().numpy() != self._before
-        changed[self._inside] = False
-        return not changed.any()
+        return self._now()[self._inside].view(self.view.dtype)
 
 
 def offsets_with_gaps(lengths: Sequence[int], gaps: Sequence[int], order: Sequence[int]) -> tuple[list[int], int]:

@@ -15,6 +15,7 @@ from support.strategies import Magnitudes, random_array
 from superadam import gpu
 from superadam.gpu import Backend, backend
 from superadam.kernels import native
+from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.native import Dtype, Flag, Format, Pass
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ARRAYS
@@ -126,6 +127,33 @@ def check_pack(
         return
     assert differing(got_sums.read(), np.append(sums, -1.0)) == 0
     assert np.array_equal(got_nonfinite.read(), np.append(nonfinite, -1))
+
+
+def check_scatter(
+    kinds: Sequence[torch.dtype],
+    lengths: Sequence[int],
+    places: Sequence[int],
+    numel: int,
+    starts: Sequence[int],
+    seed: int = 0,
+) -> None:
+    """Scatter parts of buffers, one of each dtype in turn, with what runs at present, and compare every byte."""
+    rng = np.random.default_rng(seed)
+    buffers = []
+    for dtype in kinds:
+        stored = rng.integers(0, 256, numel * dtype.itemsize, dtype=np.uint8).view(STORAGE[DTYPES[dtype]])
+        buffers.append(Placed(stored, dtype, starts[-1]))
+    targets, sources, expected = [], [], []
+    for row, (length, place) in enumerate(zip(lengths, places, strict=True)):
+        buffer = buffers[row % len(buffers)]
+        sources.append(buffer.tensor[place : place + length])
+        expected.append(buffer.view[place : place + length])
+        targets.append(Placed(np.zeros_like(expected[-1]), buffer.tensor.dtype, starts[row % len(starts)]))
+    gpu.scatter_values(sources, [one.tensor for one in targets])
+    assert all(buffer.is_unchanged() for buffer in buffers)
+    for one, values in zip(targets, expected, strict=True):
+        assert one.outside_is_unchanged()
+        assert one.read().tobytes() == values.tobytes()
 
 
 def cases(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:

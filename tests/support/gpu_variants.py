@@ -31,7 +31,7 @@ from superadam import gpu
 from superadam.gpu.choice import Backend, Choice
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import CHUNK, Flag, Format
+from superadam.kernels.native import CHUNK, Flag, Format, chunk_count
 from superadam.kernels.resident_step import ResidentStep
 
 TARGETS = {
@@ -54,7 +54,7 @@ KERNELS = {
 # ---- launches that production makes --------------------------------------------------------------------------------
 
 
-def _tensor(numel: int, dtype: torch.dtype, aligned: bool) -> torch.Tensor:
+def tensor(numel: int, dtype: torch.dtype, aligned: bool = True) -> torch.Tensor:
     whole = torch.zeros(numel + 64, dtype=dtype)
     return whole[-whole.data_ptr() % 64 // dtype.itemsize + (not aligned) :][:numel]
 
@@ -85,28 +85,32 @@ def stored_dtypes(real: torch.dtype, form: Format) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def launch_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flags: Flag, aligned: bool) -> None:
+def launch_adam(
+    gradient: torch.dtype, parameter: torch.dtype, form: Format, flags: Flag, aligned: bool, numel: int = 64
+) -> None:
     """Make a step with state of the dtype that belongs to the parameter, stored as `form`."""
-    state = torch.float64 if parameter == torch.float64 else torch.float32
-    dtypes = stored_dtypes(state, form)
-    kept = {name: _tensor(64, dtype, True) for name, dtype in dtypes.items()}
-    largest = _tensor(64, dtypes["exp_avg"], True) if Flag.AMSGRAD in flags else None
-    arrays = {"gradient": _tensor(64, gradient, True), "parameter": _tensor(64, parameter, aligned)}
+    dtypes = stored_dtypes(torch.float64 if parameter == torch.float64 else torch.float32, form)
+    kept = {name: tensor(numel // 64 if "exponents" in name else numel, dtype) for name, dtype in dtypes.items()}
+    largest = tensor(numel, dtypes["exp_avg"]) if Flag.AMSGRAD in flags else None
+    arrays = {"gradient": tensor(numel, gradient), "parameter": tensor(numel, parameter, aligned)}
     step = ResidentStep(**kept, max_exp_avg_sq=largest, **arrays, coefficients=0)
     gpu.update([step], [COEFFICIENTS[flags]])
 
 
-def launch_pack(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool) -> None:
+def launch_pack(
+    sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool, numel: int = CHUNK + 1
+) -> None:
     """Pack one gradient of each dtype."""
-    gradients = [_tensor(CHUNK + 1, dtype, True) for dtype in sources]
-    places = [2 * CHUNK * number for number in range(len(gradients))]
-    norm = [torch.zeros(2 * len(gradients), dtype=dtype) if sums else None for dtype in (torch.float64, torch.int64)]
-    gpu.pack_gradients(gradients, places, _tensor(2 * CHUNK * len(gradients), link, aligned), *norm)
+    count, chunks = len(sources), chunk_count(numel)
+    places = [chunks * CHUNK * number for number in range(count)]
+    target = tensor(places[-1] + numel, link, aligned)
+    norm = [tensor(chunks * count, dtype) if sums else None for dtype in (torch.float64, torch.int64)]
+    gpu.pack_gradients([tensor(numel, dtype) for dtype in sources], places, target, *norm)
 
 
-def launch_scatter(dtype: torch.dtype, aligned: bool) -> None:
+def launch_scatter(dtype: torch.dtype, aligned: bool, numel: int = 10) -> None:
     """Copy one tensor."""
-    gpu.scatter_values([_tensor(10, dtype, True)], [_tensor(10, dtype, aligned)])
+    gpu.scatter_values([tensor(numel, dtype)], [tensor(numel, dtype, aligned)])
 
 
 LAUNCHES: dict[str, Callable[..., None]] = {
@@ -302,18 +306,13 @@ class Compilers:
         self._threads.shutdown(cancel_futures=True)
 
     def _compile(self, requests: Sequence[Request]) -> list[Code]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+        environment |= {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "TRITON_INTERPRET": "0"}
+        path = filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
         done = subprocess.run(
             [sys.executable, "-c", f"from support import gpu_variants; gpu_variants._compile_all({self._assembles})"],
             input=pickle.dumps(requests),
-            env=clean
-            | {
-                "TRITON_CACHE_DIR": str(self._cache),
-                "TRITON_DUMP_PTXAS_LOG": "1",
-                "TRITON_INTERPRET": "0",
-                "PYTHONPATH": path,
-            },
+            env=environment | {"PYTHONPATH": os.pathsep.join(path)},
             check=False,
             capture_output=True,
         )

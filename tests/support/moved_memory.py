@@ -63,9 +63,7 @@ class Run:
     @property
     def text(self) -> list[str]:
         """What the program does, for messages."""
-        return [
-            f"step {step}, {moment}: {action.name} of {name}.{key}" for step, moment, action, name, key in self.actions
-        ]
+        return [f"step {at}, {when}: {action.name} of {name}.{key}" for at, when, action, name, key in self.actions]
 
     def act(self, step: int, moment: str) -> None:
         for at, when, action, name, key in self.actions:
@@ -79,7 +77,7 @@ class Run:
     @property
     def read_by_torch(self) -> list[Tensor]:
         """What torch reads in the midst of actions, whether it has memory or not."""
-        if all(action.do is not _free_count for _, _, action, _, _ in self.actions):  # then `state` is not looked at
+        if all(action.name != "free the count" for _, _, action, _, _ in self.actions):  # `state` is not looked at
             return [*self.model.values()]
         counts = [entry["step"] for entry in self.optimizer.state.values() if "step" in entry]
         return [*self.model.values(), *counts]
@@ -92,9 +90,8 @@ class Run:
     def go(self) -> Iterator[object]:
         """Train; yield what a program sees after each step, and the error that ends it."""
         device = {"device": SimulatedDevice(0)} if self.setting == "simulated device" else {}
-        has_scheduler = self.setting in ("host", "simulated device")
         scheduler: Any = nullcontext()
-        if has_scheduler:
+        if self.setting in ("host", "simulated device"):
             scheduler = OffloadScheduler(self.optimizer, self.model, num_threads=1, bucket_numel=1000, **device)
         with scheduler:
             for step in range(STEPS):
@@ -146,56 +143,52 @@ class Run:
         return {"errors": [*self.errors], **{name: bits(one) for name, one in tensors.items()}}
 
 
+Do = Callable[[Run, Tensor, str], object]
+
+
 class Action(NamedTuple):
     """Something that a program does to a parameter, or to a tensor of its state."""
 
     name: str
-    do: Callable[[Run, Tensor, str], object]
+    do: Do
 
 
-Do = Callable[[Run, Tensor, str], object]
-
-
-def _of_state(change: Callable[[Tensor], object], then: Callable[[Run, Tensor, str, Any], object] | None = None) -> Do:
+def _of_state(change: Callable[[Tensor], object], *then: Callable[[Run, Tensor, str, Any], object]) -> Do:
     """Return what changes a tensor of the state, and then does something with what came of it."""
 
     def do(run: Run, parameter: Tensor, key: str) -> None:
         value = run.tensor(parameter, key)
         if value is not None:
-            changed = change(value)
-            if then is not None:
-                then(run, parameter, key, changed)
+            made = change(value)
+            for one in then:
+                one(run, parameter, key, made)
 
     return do
 
 
-def _put(new: Callable[[Tensor], Any]) -> Do:
-    def do(run: Run, parameter: Tensor, key: str, made: Any) -> None:
-        run.optimizer.state[parameter][key] = made
+def _assign(run: Run, parameter: Tensor, key: str, made: object) -> None:
+    run.optimizer.state[parameter][key] = made
 
-    return _of_state(new, do)
+
+def _keep(run: Run, parameter: Tensor, key: str, made: object) -> None:
+    run.held.append(made)
+
+
+def _put(new: Callable[[Tensor], object]) -> Do:
+    return _of_state(new, _assign)
 
 
 def _hold(what: Callable[[Tensor], object]) -> Do:
-    return _of_state(what, lambda run, parameter, key, found: run.held.append(found))
+    return _of_state(what, _keep)
 
 
 def _put_and_hold(new: Callable[[Tensor], Tensor]) -> Do:
-    def do(run: Run, parameter: Tensor, key: str, made: Tensor) -> None:
-        run.held.append(made)
-        run.optimizer.state[parameter][key] = made
-
-    return _of_state(new, do)
+    return _of_state(new, _keep, _assign)
 
 
-def _of_entry(change: Callable[[Run, Any], object]) -> Do:
+def _of_entry(change: Callable[[Run, Tensor, Any], object]) -> Do:
     """Return what changes the entry of a parameter that has one."""
-
-    def do(run: Run, parameter: Tensor, key: str) -> None:
-        if parameter in run.optimizer.state:
-            change(run, run.optimizer.state[parameter])
-
-    return do
+    return lambda run, p, key: p in run.optimizer.state and change(run, p, run.optimizer.state[p])
 
 
 def _to_held(change: Callable[[Tensor], object]) -> Do:
@@ -269,17 +262,7 @@ def _exchange(run: Run, parameter: Tensor, key: str) -> None:
         entry["exp_avg"], entry["exp_avg_sq"] = moments[1].abs(), moments[0].abs()
 
 
-def _pickled(run: Run, parameter: Tensor, key: str) -> None:
-    if parameter in run.optimizer.state:
-        run.optimizer.state[parameter] = pickle.loads(pickle.dumps(run.optimizer.state[parameter]))
-
-
-def _free_count(run: Run, parameter: Tensor, key: str) -> None:
-    if parameter in run.optimizer.state:
-        run.optimizer.state[parameter]["step"].untyped_storage().resize_(0)
-
-
-def _put_count(run: Run, entry: Any) -> None:
+def _put_count(run: Run, parameter: Tensor, entry: Any) -> None:
     run.held.append(torch.tensor(3))
     entry["step"] = run.held[-1]
 
@@ -294,10 +277,6 @@ def _group_of_its_own(run: Run, parameter: Tensor, key: str) -> None:
 def _freeze_or_thaw(run: Run, parameter: Tensor, key: str) -> None:
     if parameter is not run.model["c"]:  # which has the hook
         parameter.requires_grad_(not parameter.requires_grad)
-
-
-def _another_group(run: Run, parameter: Tensor, key: str) -> None:
-    run.optimizer.add_param_group({"params": [nn.Parameter(run.values(7))]})
 
 
 def _assign_state(run: Run, parameter: Tensor, key: str) -> None:
@@ -363,12 +342,12 @@ ACTIONS = [
     Action("delete", lambda run, p, key: run.optimizer.state.pop(p, None)),
     Action("clear", lambda run, p, key: run.optimizer.state.clear()),
     Action("exchange", _exchange),
-    Action("pickled", _pickled),
-    Action("write the count", _of_entry(lambda run, entry: entry["step"].fill_(7))),
+    Action("pickled", _of_entry(lambda run, p, e: run.optimizer.state.update({p: pickle.loads(pickle.dumps(e))}))),
+    Action("write the count", _of_entry(lambda run, p, entry: entry["step"].fill_(7))),
     Action("put a count", _of_entry(_put_count)),
-    Action("free the count", _free_count),
+    Action("free the count", _of_entry(lambda run, p, entry: entry["step"].untyped_storage().resize_(0))),
     Action("load", lambda run, p, key: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))),
-    Action("another group", _another_group),
+    Action("another group", lambda run, p, key: run.optimizer.add_param_group({"params": nn.Parameter(run.values(7))})),
     Action("groups in another order", lambda run, p, key: run.optimizer.param_groups[0]["params"].reverse()),
     Action("a group of its own", _group_of_its_own),
     Action("frozen or thawed", _freeze_or_thaw),

@@ -1,10 +1,10 @@
 """Executes the PTX that Triton emits for superadam's kernels, with numpy, all threads of a grid at once.
 
     kernel = parse(text)
-    launch(kernel, range(3), threads=256, shared=4096, arguments=[...], memory=Memory([(address, bytes), ...]))
+    Run(kernel, range(3), threads=256, shared=4096, arguments=[...], memory=Memory([(address, bytes), ...]))
 
 A register is an array with an entry for each thread, of unsigned integers (predicates: of bools). What is not in
-`OPERATIONS` raises. Every operation rounds once: numpy's do, and fma is the C library's. A NaN that arithmetic makes is
+`OPERATIONS` raises. Every operation rounds once: numpy's do, and so does `formula.fma`. A NaN that arithmetic makes is
 the one that NVIDIA's GPUs make, not the CPU's.
 
 What a debugger would find is found on the way: accesses outside of what `Memory` was given, or not aligned; shared
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from support import formula
 
 Array = npt.NDArray[Any]
 
@@ -54,8 +55,7 @@ class Instruction:
 @dataclass
 class Kernel:
     name: str
-    parameters: dict[str, str]
-    """Type of each, by name."""
+    parameters: list[str]
     instructions: list[Instruction]
     labels: dict[str, int]
 
@@ -76,10 +76,7 @@ def parse(text: str) -> Kernel:
     _, _, rest = text.partition(".entry ")
     name, _, rest = rest.partition("(")
     declared, _, rest = rest.partition(")")
-    parameters = {}
-    for one in declared.split(","):
-        _, kind, *_, parameter = one.split()
-        parameters[parameter] = kind.strip(".")
+    parameters = [one.split()[-1] for one in declared.split(",")]
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "[^"]*?([^"/]+)"', text, re.M))
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -241,18 +238,6 @@ def rounded(value: Array, name: str) -> Array:
     return np.where(np.isnan(value), bits.dtype.type(CANONICAL_NAN[name]), bits)
 
 
-_libm = ctypes.CDLL("libm.so.6")
-_fma = {}
-for _name, _type, _function in (("f32", ctypes.c_float, _libm.fmaf), ("f64", ctypes.c_double, _libm.fma)):
-    _function.argtypes, _function.restype = [_type] * 3, _type
-    _fma[_name] = np.frompyfunc(_function, 3, 1)
-
-
-def fma(a: Array, b: Array, c: Array, name: str) -> Array:
-    """Return a * b + c, rounded once: the C library's."""
-    return np.asarray(_fma[name](a, b, c)).astype(dtype_of(name))
-
-
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 Operation = Callable[..., Any]
@@ -268,9 +253,10 @@ def operation(pattern: str) -> Callable[[Operation], Operation]:
     return add
 
 
-INTEGER = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
-BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-REAL = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+FUNCTIONS: dict[str, np.ufunc] = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.minimum, "max": np.maximum},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
+}
 
 
 def unsigned(value: Array) -> Array:
@@ -280,21 +266,25 @@ def unsigned(value: Array) -> Array:
 
 @operation(r"(add|sub|min|max)\.([us](?:16|32|64))")
 def _(name: str, kind: str, a: Array, b: Array) -> Array:
-    return unsigned(INTEGER[name](typed(a, kind), typed(b, kind)))
+    return unsigned(FUNCTIONS[name](typed(a, kind), typed(b, kind)))
 
 
-@operation(r"(add|sub|min|max)\.([us]16)x2")
-def _(name: str, kind: str, a: Array, b: Array) -> Array:
+@operation(r"((?:add|sub|min|max)\.[us]16|(?:add|sub|mul|fma)\.rn\.f32)x2")
+def _(name: str, *sources: Array) -> Array:
+    """Two at once, of the low and the high halves."""
+    function, groups = find(name)
+    wide = sources[0].dtype.type
+    size = 4 * sources[0].itemsize
     low, high = (
-        unsigned(INTEGER[name](typed(a >> shift, kind), typed(b >> shift, kind))).astype(np.uint32)
-        for shift in (np.uint32(0), np.uint32(16))
+        function(*groups, *((source >> wide(shift)).astype(f"u{size // 8}") for source in sources)).astype(wide)
+        for shift in (0, size)
     )
-    return low | high << np.uint32(16)
+    return low | high << wide(size)
 
 
 @operation(r"(and|or|xor)\.(?:b16|b32|b64|pred)")
 def _(name: str, a: Array, b: Array) -> Array:
-    return BITS[name](a, b)
+    return FUNCTIONS[name](a, b)
 
 
 @operation(r"not\.(?:b16|b32|b64|pred)")
@@ -360,15 +350,11 @@ def _(a: Array) -> Array:
     return np.bitwise_count(a).astype(np.uint32)
 
 
-@operation(r"setp\.(eq|ne|lt|le|gt|ge)\.([busf](?:16|32|64))")
-def _(name: str, kind: str, a: Array, b: Array) -> Array:
-    return getattr(operator, name)(typed(a, kind), typed(b, kind))
-
-
-@operation(r"setp\.(equ|neu|ltu|leu|gtu|geu)\.(f(?:16|32|64))")
-def _(name: str, kind: str, a: Array, b: Array) -> Array:
+@operation(r"setp\.(eq|ne|lt|le|gt|ge)(u?)\.([busf](?:16|32|64))")
+def _(name: str, is_unordered: str, kind: str, a: Array, b: Array) -> Array:
     a, b = typed(a, kind), typed(b, kind)
-    return getattr(operator, name[:2])(a, b) | np.isnan(a) | np.isnan(b)
+    result: Array = getattr(operator, name)(a, b)
+    return result | np.isnan(a) | np.isnan(b) if is_unordered else result
 
 
 @operation(r"setp\.(nan|num)\.(f(?:16|32|64))")
@@ -406,7 +392,7 @@ def _(high: Array, low: Array) -> Array:
 
 @operation(r"(add|sub|mul|div)\.rn\.(f32|f64)")
 def _(name: str, kind: str, a: Array, b: Array) -> Array:
-    return rounded(REAL[name](typed(a, kind), typed(b, kind)), kind)
+    return rounded(FUNCTIONS[name](typed(a, kind), typed(b, kind)), kind)
 
 
 @operation(r"sqrt\.rn\.(f32|f64)")
@@ -416,16 +402,7 @@ def _(kind: str, a: Array) -> Array:
 
 @operation(r"fma\.rn\.(f32|f64)")
 def _(kind: str, a: Array, b: Array, c: Array) -> Array:
-    return rounded(fma(typed(a, kind), typed(b, kind), typed(c, kind), kind), kind)
-
-
-@operation(r"(add|sub|mul|fma)\.rn\.f32x2")
-def _(name: str, *sources: Array) -> Array:
-    one = next(function for pattern, function in OPERATIONS if pattern.fullmatch(f"{name}.rn.f32"))
-    groups = ("f32",) if name == "fma" else (name, "f32")
-    low: Array = one(*groups, *(source.astype(np.uint32) for source in sources))
-    high: Array = one(*groups, *((source >> np.uint64(32)).astype(np.uint32) for source in sources))
-    return low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    return rounded(formula.fma(typed(a, kind), typed(b, kind), typed(c, kind)), kind)
 
 
 @operation(r"(neg|abs)\.(f32|f64)")
@@ -477,7 +454,7 @@ class Group:
 
 
 class Run:
-    """One launch."""
+    """A launch of some programs on this process's memory; `executed` counts what groups of them did, by instruction."""
 
     def __init__(
         self,
@@ -567,10 +544,8 @@ class Run:
         if value.shape != self.lane.shape:
             value = np.broadcast_to(value, self.lane.shape)
         if guard is not None:
-            unset: Array = np.array(
-                0xA5A5A5A5A5A5A5A5 % (1 << 8 * kind().itemsize), kind
-            )  # of no use to what comes later
-            value = np.where(guard, value, self.group.registers.get(name, unset))
+            of_no_use = np.full(8, 0xA5, np.uint8).view(kind)[:1]  # to what comes later
+            value = np.where(guard, value, self.group.registers.get(name, of_no_use))
         self.group.registers[name] = value
 
     def _execute(self, instruction: Instruction, guard: Array | None) -> None:
@@ -670,10 +645,3 @@ class Run:
         else:
             raise ExecutionError(f"{name} is not known")
         self.put(to, result.reshape(-1), None)
-
-
-def launch(
-    kernel: Kernel, programs: Sequence[int], threads: int, shared: int, arguments: Sequence[int], memory: Memory
-) -> Counter[int]:
-    """Run programs of a kernel on this process's memory; return how often groups of them executed each instruction."""
-    return Run(kernel, programs, threads, shared, arguments, memory).executed

@@ -21,12 +21,15 @@ from superadam.kernels.native import Format
 Array = npt.NDArray[Any]
 
 
+def differing(first: Array, second: Array) -> Array:
+    """Return which floats differ in any bit; NaN equals NaN whatever its payload, +0 and -0 differ."""
+    integers = f"i{first.dtype.itemsize}"
+    return (first.view(integers) != second.view(integers)) & ~(np.isnan(first) & np.isnan(second))
+
+
 def same_bits(first: Array, second: Array) -> bool:
-    """Whether two float arrays have the same bits; NaN equals NaN whatever its payload, +0 and -0 differ."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    integers = {2: np.int16, 4: np.int32, 8: np.int64}[first.dtype.itemsize]
-    return bool(np.all((first.view(integers) == second.view(integers)) | (np.isnan(first) & np.isnan(second))))
+    """Whether two float arrays are of one shape and dtype, and do not differ in any bit."""
+    return first.shape == second.shape and first.dtype == second.dtype and not differing(first, second).any()
 
 
 def flat(tensor: Tensor, like: Tensor) -> Array:
@@ -73,9 +76,7 @@ class Parameter:
     def adopt(self) -> None:
         """Take over the elements of the model's parameter that are not the rounded master."""
         if self.written is not None:
-            bits = np.int64 if self.p.dtype == np.float64 else np.int32
-            before = rounded(self.p, self.dtype)
-            changed = (before.view(bits) != self.written.view(bits)) & ~(np.isnan(before) & np.isnan(self.written))
+            changed = differing(rounded(self.p, self.dtype), self.written)
             self.p, self.written = np.where(changed, self.written, self.p), None
 
 

@@ -5,16 +5,16 @@ Run as a script, in a process that has not imported superadam. `python without_n
 
 import builtins
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import itertools
 import json
 import logging
-import os
+import multiprocessing
+import operator
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -47,12 +47,6 @@ NONE, OTHERS, ALL = "none", "others", "all"
 STEPS = 7
 
 
-def owner_of(path: str) -> tuple[Any, str]:
-    """Return what has the last name of a path below torch, and that name."""
-    *owners, name = path.split(".")
-    return functools.reduce(getattr, owners, torch), name
-
-
 def take_away_part(name: str) -> None:
     """Hide an attribute of DTensors from superadam, but not from torch."""
     from torch.distributed.tensor import DTensor
@@ -73,7 +67,7 @@ def import_without(*paths: str) -> list[str]:
     """Import superadam in a process in which torch seems to lack these names; return what is missing for handles."""
     for path in set(paths).intersection(PARTS):
         take_away_part(path.rpartition(".")[2])
-    early = [path for path in paths if path not in PARTS]
+    early = set(paths).difference(PARTS)
     with blinded(early):
         from superadam.kernels import torch_private
 
@@ -82,9 +76,10 @@ def import_without(*paths: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def blinded(paths: Sequence[str]) -> Iterator[None]:
+def blinded(paths: Iterable[str]) -> Iterator[None]:
     """Let `getattr` find none of these names meanwhile."""
-    places = [owner_of(path) for path in paths]
+    parts = [path.rpartition(".") for path in paths]
+    places = [(operator.attrgetter(owner)(torch) if owner else torch, name) for owner, _, name in parts]
     usual = getattr
 
     def blind(of: Any, what: str, *default: Any) -> Any:
@@ -234,38 +229,24 @@ def train_sharded() -> dict[str, Any]:
 # -- forks -------------------------------------------------------------------------------------------------------------
 
 
-def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `work` returns in a fork, or {"error": ...}."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        try:
-            found = work()
-        except BaseException:
-            found = {"error": traceback.format_exc()}
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(found, pipe, default=sorted)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    return json.loads(text) if text else {"error": f"the process ended with {status}"}  # type: ignore[no-any-return]
+def in_fork(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `work` returns in a fork of this process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
-def _names() -> dict[str, Any]:
+def names_of_torch() -> list[str]:
     from superadam.kernels import torch_private
 
-    return {"names": [*torch_private.FOUND]}
+    return [*torch_private.FOUND]
 
 
-def _work(paths: Sequence[str], train: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    def work() -> dict[str, Any]:
+def train_without(paths: Sequence[str], train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
         missing = import_without(*paths)
         return train() | {"missing": missing}
-
-    return work
+    except Exception as error:
+        raise RuntimeError(f"without {paths}") from error
 
 
 if __name__ == "__main__":
@@ -275,11 +256,11 @@ if __name__ == "__main__":
     import torch.distributed.fsdp
 
     torch.set_num_threads(1)
-    names = in_fork(_names)["names"]
+    names = in_fork(names_of_torch)
     others = [path for path in NEEDED_ALONE if path != VERSION]
     cases = {VERSION: [VERSION], OTHERS: others, ADDRESS: [ADDRESS], NONE: [], ALL: names}
-    plain = {name: in_fork(_work(paths, train_all)) for name, paths in cases.items()}
+    plain = {name: in_fork(train_without, paths, train_all) for name, paths in cases.items()}
     cases = {path: [path] for path in (*PARTS, VERSION)} | {NONE: [], ALL: [*names, *PARTS]}
-    sharded = {name: in_fork(_work(paths, train_sharded)) for name, paths in cases.items()}
+    sharded = {name: in_fork(train_without, paths, train_sharded) for name, paths in cases.items()}
     missing = {path: missing_without(path) for path in names}  # at last: this imports superadam here
-    json.dump({"missing": missing, "plain": plain, "sharded": sharded}, sys.stdout)
+    json.dump({"missing": missing, "plain": plain, "sharded": sharded}, sys.stdout, default=sorted)
