@@ -582,15 +582,6 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
     return parameter
 
 
-def test_gradient_is_taken_in_later_calls_too() -> None:
-    module = model()
-    backward(module)
-    for parameter in module.parameters():
-        assert is_exclusive(parameter)
-        assert (lambda it: (lambda it: take_gradient(it))(it))(parameter) is not None
-        assert taken_of(parameter.grad) is not None
-
-
 def test_references_are_counted_while_a_compiler_is_at_work() -> None:
     """Another evaluator of frames, as torch.compile sets for all threads, counts arguments once more."""
     parameter, views = _with_gradient(torch.ones(3)), [torch.ones(3).view(3)]
@@ -834,18 +825,6 @@ def test_reads_from_many_threads() -> None:
         thread.join()
     expected = bits([p.grad.norm() for p in both.plain.parameters() if p.grad is not None])
     assert results == [expected] * 80
-
-
-def test_nothing_is_kept_alive() -> None:
-    both = Pair()
-    gradient: Any = weight(both.taking).grad
-    gradient.detach()
-    parameters = [weakref.ref(parameter) for parameter in both.taking.parameters()]
-    taken = gradient.taken
-    record, pending, handle = weakref.ref(taken), weakref.ref(taken.pending), weakref.ref(gradient)
-    del both, gradient, taken
-    gc.collect()
-    assert [reference() for reference in [*parameters, record, pending, handle]] == [None] * 7
 
 
 def test_nothing_is_kept_alive_after_giving_back() -> None:

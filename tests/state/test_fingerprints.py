@@ -101,20 +101,6 @@ def test_another_storage_is_always_noticed(change: Callable[[nn.Linear], None]) 
         assert fingerprints.are_hinted([1]) == [False]
 
 
-@pytest.mark.parametrize("is_noted_anew", [False, True])
-def test_no_new_storage_has_the_address_of_one_that_was_noted(is_noted_anew: bool) -> None:
-    """Allocators hand out what was freed last, so that one of the next hundred would have it."""
-    parameter = nn.Parameter(torch.zeros(8))
-    fingerprints = Fingerprints([parameter])
-    if is_noted_anew:
-        parameter.data = torch.zeros(8)
-        fingerprints.remember(0)
-    noted = parameter.untyped_storage()._cdata
-    parameter.data = torch.empty(0)
-    others = [torch.zeros(8) for _ in range(100)]
-    assert noted not in {one.untyped_storage()._cdata for one in others}
-
-
 def test_memory_that_is_freed_and_given_back_is_noticed_by_a_look_in_between() -> None:
     """Whether it is noted while there is none or not; mostly the very same address comes back."""
     parameter = nn.Parameter(torch.zeros(30_000))
