@@ -118,9 +118,9 @@ def _returns(gradient: Any, operation: Callable[[Any], Any]) -> bool:
     return operation(gradient) is gradient
 
 
-def _unscaled(parameter: Any, inverse: float, *others: Tensor) -> list[Any]:
+def _unscaled(parameter: Any, inverse: float | Tensor, *others: Tensor) -> list[Any]:
     found = torch.zeros(())
-    torch._amp_foreach_non_finite_check_and_unscale_([*others, parameter.grad], found, torch.tensor(inverse))
+    torch._amp_foreach_non_finite_check_and_unscale_([*others, parameter.grad], found, torch.as_tensor(inverse))
     return [found.item(), *others]
 
 
@@ -411,12 +411,8 @@ WRITTEN: dict[str, Operation] = {
     "*= with a graph": lambda p, held: _through_graph(p, lambda gradient, factor: _inplace(p, operator.imul, factor)),
     "without the graph": lambda p, held: _returns(p.grad, lambda g: g.detach_()),
     "mul another": lambda p, held: _by_another(p),
-    "unscale by fp64": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
-        [p.grad], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
-    ),
-    "unscale by two": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
-        [p.grad], torch.zeros(()), torch.ones(2)
-    ),
+    "unscale by fp64": lambda p, held: _unscaled(p, torch.tensor(1.0, dtype=torch.float64)),
+    "unscale by two": lambda p, held: _unscaled(p, torch.ones(2)),
     "in inference mode": lambda p, held: _in_inference_mode(p),
     "copies": lambda p, held: _copies_edited(p),
     "saved by a graph": lambda p, held: _graph_of_edited(p),
