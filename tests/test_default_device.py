@@ -53,26 +53,18 @@ def default_device(name: str | None) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-class Model(nn.Module):
-    """Recomputes its inside in backward."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).to(dtype)
-        for number, parameter in enumerate(self.parameters()):
-            values = torch.linspace(-1, 1, parameter.numel()) / (number + 1)
-            parameter.data.copy_(values.view(parameter.shape))
+class Recomputed(nn.Linear):
+    """A layer that backward computes once more."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            inner: Any = checkpoint(layer, x, use_reentrant=False)
-            x = inner.tanh()
-        return x
+        inner: Any = checkpoint(super().forward, x, use_reentrant=False)
+        return inner.tanh()
 
 
 def trained(dtype: torch.dtype, device: Device | None, where: str | None, gpu_buckets: int = 0) -> Any:
     """Return everything after training with a scheduler, all that it offers, and a checkpoint in the middle."""
-    model = Model(dtype)
+    torch.default_generator.manual_seed(0)
+    model = nn.Sequential(*(Recomputed(6, 6) for _ in range(3))).to(dtype)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.1, max_grad_norm=1.0, amsgrad=True)
     batches = [torch.linspace(-1, 1 + seed, 24).view(4, 6).to(dtype) for seed in range(8)]
 
@@ -89,9 +81,7 @@ def trained(dtype: torch.dtype, device: Device | None, where: str | None, gpu_bu
                 if seed == 2:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 if seed == 3:
-                    for parameter in model.parameters():
-                        assert parameter.grad is not None
-                        parameter.grad /= 3.0
+                    torch._foreach_div_([parameter.grad for parameter in model.parameters()], 3.0)
                 if seed == 4:
                     optimizer.clip_grad_norm_(0.1)
                     optimizer.rollback()

@@ -227,7 +227,9 @@ def test_gradients_that_were_packed_on_another_stream_are_kept_until_they_are_st
     device = FakeDevice(cuda)
     kept = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
-    monkeypatch.setattr("superadam.gpu.update", lambda *given: cuda.log.append((cuda.now.name, *given)))
+    monkeypatch.setattr(
+        "superadam.gpu.update", lambda *given: cuda.log.append((cuda.current_stream("cuda").name, *given))
+    )
     step = ResidentStep(random(3), random(3), random(3), None, random(3), random(3), 0)
     device.update([step], [])
     assert cuda.log == [("current", [step], [])]

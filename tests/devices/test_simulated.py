@@ -44,17 +44,6 @@ def test_more_than_this_machine_has_is_refused_by_every_device(device: Device, p
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_has_happened_before_somebody_waits() -> None:
-    device, layout = lazy(), layout_of(torch.zeros(3))
-    there = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
-    host = device.host_empty(layout.numel, torch.float32)
-    host.fill_(2.0)
-    device.copy(there, host, Stream.UPLOAD)
-    assert there.isnan().all()
-    device.record(Stream.UPLOAD).synchronize()
-    assert torch.equal(layout.views(there)[0], torch.full((3,), 2.0))
-
-
 @pytest.mark.parametrize("on_host", [False, True])
 def test_late_values_come_when_their_own_stream_has_passed(on_host: bool) -> None:
     device, values = lazy(), torch.arange(12.0, dtype=torch.bfloat16).view(3, 4).t()
@@ -180,19 +169,6 @@ def test_what_is_dropped_before_a_stream_has_read_it_is_nan_to_that_unless_it_wa
         seen.add(bool(target.isnan().all()))
         assert not device.has_memory_in_use
     assert seen == {False} if is_recorded else True in seen
-
-
-def test_a_view_keeps_its_buffer() -> None:
-    device = lazy()
-    layout = layout_of(torch.ones(3), torch.ones(2, 2))
-    there = device.empty(layout.numel, torch.float32, Stream.CURRENT).zero_()
-    first, second = layout.views(there)
-    del there, first
-    device.finish()
-    assert torch.equal(second, torch.zeros(2, 2))
-    assert device.has_memory_in_use
-    del second
-    assert not device.has_memory_in_use
 
 
 def test_memory_of_the_model_that_others_drop_before_a_copy_runs_is_kept() -> None:

@@ -64,11 +64,8 @@ def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(wo
     """Whether they were there before it: backward goes on, and the submitting thread has nothing to do with it."""
     ran, gate = [], threading.Event()
 
-    def fail(is_awaited):
-        raise error
-
     worker.submit(lambda _: gate.wait(60) and None)
-    worker.submit(fail)
+    worker.submit(mock.Mock(side_effect=error))
     if not is_behind:
         gate.set()
         wait_until(lambda: worker.is_idle)
@@ -131,10 +128,7 @@ def test_jobs_go_before_idle_work(worker, idle):
     gate, ran_after = threading.Event(), []
     idle.pieces = 1_000_000
 
-    def hold(is_awaited):
-        assert gate.wait(60)
-
-    worker.submit(hold)
+    worker.submit(lambda _: gate.wait(60) and None)
     worker.wake()
     worker.submit(lambda _: ran_after.append(idle.asked))
     gate.set()
@@ -192,7 +186,7 @@ def test_forked_child_is_refused_even_while_a_job_runs(worker):
     worker.drain()
 
 
-def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_queue(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     queue, errors = worker._calls, [error]
 
     def get(block: bool = True) -> Any:
@@ -205,30 +199,23 @@ def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytes
     queue.put(bool)
 
 
-def fail_at_finish(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(job: object) -> None:
-        raise error
-
-    worker._finish = finish
+def fail_at_finish(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+    worker._finish = mock.Mock(side_effect=error)
 
 
-def fail_in_logging(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def debug(*args: object, **options: object) -> None:
-        if threading.current_thread() is worker._thread:
-            raise error
-
-    monkeypatch.setattr(worker_module._logger, "debug", debug)
+def fail_in_logging(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(worker_module._logger, "debug", mock.Mock(side_effect=error))
     worker._idle = lambda: 1 / 0
     worker.wake()
 
 
-def fail_anywhere(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_anywhere(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     thread = worker._thread.ident
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
     worker.wake()
 
 
-def say_nothing(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def say_nothing(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     end_thread(worker)
 
 
@@ -292,12 +279,9 @@ def test_no_call_waits_for_a_thread_that_is_gone(end, error, late, monkeypatch):
 
 
 def test_a_thread_that_cannot_start_leaves_training_as_it_was(monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
     plain_model, plain, model, optimizer = twins()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(RuntimeError, match="can't start"):
             OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
     train(model, optimizer, range(2))

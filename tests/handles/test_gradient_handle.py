@@ -118,9 +118,9 @@ def _returns(gradient: Any, operation: Callable[[Any], Any]) -> bool:
     return operation(gradient) is gradient
 
 
-def _unscaled(parameter: Any, inverse: float, *others: Tensor) -> list[Any]:
+def _unscaled(parameter: Any, inverse: float | Tensor, *others: Tensor) -> list[Any]:
     found = torch.zeros(())
-    torch._amp_foreach_non_finite_check_and_unscale_([*others, parameter.grad], found, torch.tensor(inverse))
+    torch._amp_foreach_non_finite_check_and_unscale_([*others, parameter.grad], found, torch.as_tensor(inverse))
     return [found.item(), *others]
 
 
@@ -413,12 +413,8 @@ WRITTEN: dict[str, Operation] = {
     "*= with a graph": lambda p, held: _through_graph(p, lambda gradient, factor: _inplace(p, operator.imul, factor)),
     "without the graph": lambda p, held: _returns(p.grad, lambda g: g.detach_()),
     "mul another": lambda p, held: _by_another(p),
-    "unscale by fp64": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
-        [p.grad], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
-    ),
-    "unscale by two": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
-        [p.grad], torch.zeros(()), torch.ones(2)
-    ),
+    "unscale by fp64": lambda p, held: _unscaled(p, torch.tensor(1.0, dtype=torch.float64)),
+    "unscale by two": lambda p, held: _unscaled(p, torch.ones(2)),
     "in inference mode": lambda p, held: _in_inference_mode(p),
     "copies": lambda p, held: _copies_edited(p),
     "saved by a graph": lambda p, held: _graph_of_edited(p),
@@ -582,15 +578,6 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
     parameter.grad = gradient
     return parameter
-
-
-def test_gradient_is_taken_in_later_calls_too() -> None:
-    module = model()
-    backward(module)
-    for parameter in module.parameters():
-        assert is_exclusive(parameter)
-        assert (lambda it: (lambda it: take_gradient(it))(it))(parameter) is not None
-        assert taken_of(parameter.grad) is not None
 
 
 def test_references_are_counted_while_a_compiler_is_at_work() -> None:
@@ -836,18 +823,6 @@ def test_reads_from_many_threads() -> None:
         thread.join()
     expected = bits([p.grad.norm() for p in both.plain.parameters() if p.grad is not None])
     assert results == [expected] * 80
-
-
-def test_nothing_is_kept_alive() -> None:
-    both = Pair()
-    gradient: Any = weight(both.taking).grad
-    gradient.detach()
-    parameters = [weakref.ref(parameter) for parameter in both.taking.parameters()]
-    taken = gradient.taken
-    record, pending, handle = weakref.ref(taken), weakref.ref(taken.pending), weakref.ref(gradient)
-    del both, gradient, taken
-    gc.collect()
-    assert [reference() for reference in [*parameters, record, pending, handle]] == [None] * 7
 
 
 def test_nothing_is_kept_alive_after_giving_back() -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 from support.children import exit_code_of_child, without_torch
 
-from superadam.host import signals
 from superadam.host.signals import deferred_signals
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
@@ -345,68 +344,6 @@ def test_a_second_signal_may_end_the_process():
             signal.raise_signal(signal.SIGINT)
 
     assert exit_code_of_child(twice) == -signal.SIGINT
-
-
-def lines_of_a_section(at: int, do: Callable[[], None], body: list[int]) -> bool:
-    """Go through a section; do something at one line or return of it, and return whether there is such a line."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename != signals.__file__ and frame.f_code is not section.__code__:
-            return None
-        count += 1
-        if count == at + 1:
-            sys.settrace(None)
-            do()
-        return trace
-
-    def section() -> None:
-        with deferred_signals():
-            body.append(1)
-            body.append(2)
-            body.append(3)
-
-    sys.settrace(trace)
-    try:
-        section()
-    finally:
-        sys.settrace(None)
-    return count > at
-
-
-@pytest.mark.parametrize("more", [(), (signal.SIGTERM,), SOME[1:]], ids=len)
-def test_a_section_is_whole_whichever_line_is_interrupted(more):
-    """Also where other signals come while the first one's exception makes its way."""
-
-    def act(number):
-        if number == signal.SIGINT:
-            at_once(*mark(*more))
-        raise PlantedError(number)
-
-    def attempt():
-        was_there.append(lines_of_a_section(at, partial(signal.raise_signal, signal.SIGINT), body))
-
-    bodies = set()
-    was_there = []
-    at = 0
-    with Handlers(then=act) as handlers:
-        while not was_there:
-            body = []
-            shielded(attempt)
-            assert body in ([], [1, 2, 3])
-            bodies.add(len(body))
-            if not was_there:
-                assert Counter(handlers.seen) == dict.fromkeys((signal.SIGINT, *more), 1)
-            handlers.check()
-            handlers.seen.clear()
-            shielded(partial(interrupted, reached := []))
-            assert reached == ["the end"]  # usable as before
-            handlers.seen.clear()
-            at += 1
-    assert was_there == [False]
-    assert at > 5
-    assert bodies == {0, 3}
 
 
 @pytest.mark.slow

@@ -4,8 +4,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.optimizers import trained
 from support.overlap import ImmediateDevice, ThreadDevice, everything
 from support.visible import give_gradients, parameter, parameters_of, state_bits, train
 from torch import Tensor, nn
@@ -238,10 +238,14 @@ def test_edits_of_masters_count(where: str) -> None:
 
 def finding(*lengths: int) -> tuple[SpeculativeCPUAdam, list[Tensor]]:
     """Return an optimizer after its first step, and its parameters."""
-    ones = [parameter(length, dtype=torch.bfloat16, seed=length) for length in lengths]
-    optimizer = SpeculativeCPUAdam(ones, lr=0.01)
-    train(optimizer, 0)
-    return optimizer, list(ones)
+    ones: list[Tensor] = [parameter(length, dtype=torch.bfloat16, seed=length) for length in lengths]
+    return trained(SpeculativeCPUAdam(ones, lr=0.01), [0]), ones
+
+
+def finding_strided(count: int) -> SpeculativeCPUAdam:
+    """Return an optimizer after its first step, whose parameters kernels cannot read."""
+    ones = [parameter(4, 2, dtype=torch.bfloat16, seed=seed).detach()[:, 0] for seed in range(count)]
+    return trained(SpeculativeCPUAdam(map(nn.Parameter, ones), lr=0.01), [0])
 
 
 def test_after_a_finding_every_element_is_compared_for_a_while(finds, caplog):
@@ -289,9 +293,7 @@ def test_a_finding_keeps_masters_and_speculation_of_what_was_not_written(finds: 
 
 def test_parameters_that_kernels_cannot_read_take_turns(finds: list[list[int]]) -> None:
     count = 2 * STAGED_ROWS + 5
-    ones = [parameter(4, 2, dtype=torch.bfloat16, seed=seed) for seed in range(count)]
-    optimizer = SpeculativeCPUAdam([nn.Parameter(one.detach()[:, 0]) for one in ones], lr=0.01)
-    train(optimizer, 0)
+    optimizer = finding_strided(count)
     written = [STAGED_ROWS - 4, count - 1]  # whose turns differ
     turns = []
     for seed in range(3):
@@ -303,9 +305,7 @@ def test_parameters_that_kernels_cannot_read_take_turns(finds: list[list[int]]) 
 
 
 def test_an_edited_master_hides_no_write_to_another_parameter(finds: list[list[int]]) -> None:
-    ones = [parameter(4, 2, dtype=torch.bfloat16, seed=seed) for seed in range(2)]
-    optimizer = SpeculativeCPUAdam([nn.Parameter(one.detach()[:, 0]) for one in ones], lr=0.01)
-    train(optimizer, 0)
+    optimizer = finding_strided(2)
     edited, written = parameters_of(optimizer)
     optimizer.state[edited]["master"].add_(0)  # an edit that rounds to the same working copy
     written.data += 1
@@ -344,19 +344,6 @@ def from_another_process(parameter: Tensor, values: Tensor) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-@dataclass
-class Run:
-    """One run of a program: its model, how it writes, and what it keeps from step to step."""
-
-    model: Any
-    write: Write
-    kept: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        return list(self.model.parameters())
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -370,78 +357,74 @@ class Net(nn.Module):
         return (self.layers(self.words(words)) - 1).float().square().sum()
 
 
-def lookahead(run: Run, step: int) -> None:
+Kept = dict[str, list[Tensor]]
+"""What a program keeps from step to step."""
+
+
+def lookahead(model: Net, write: Write, kept: Kept, step: int) -> None:
     """Every second step goes back half of the way to the slow weights."""
-    slow = run.kept.setdefault("slow", [p.detach().clone() for p in run.parameters])
-    if step % 2:
-        for mine, p in zip(slow, run.parameters, strict=True):
-            mine.add_(p.detach() - mine, alpha=0.5)
-            run.write(p, mine)
+    slow = kept.setdefault("slow", [p.detach().clone() for p in model.parameters()])
+    for mine, p in zip(slow, model.parameters(), strict=True) if step % 2 else ():
+        mine.add_(p.detach() - mine, alpha=0.5)
+        write(p, mine)
 
 
-def clamp(run: Run, step: int) -> None:
+def clamp(model: Net, write: Write, kept: Kept, step: int, most: float = 0.1) -> None:
     """WGAN."""
-    for p in run.parameters:
-        run.write(p, p.detach().clamp(-0.1, 0.1))
+    for p in model.parameters():
+        write(p, p.detach().clamp(-most, most))
 
 
-def clamp_of_few(run: Run, step: int) -> None:
+def clamp_of_few(model: Net, write: Write, kept: Kept, step: int) -> None:
     """A clamp that reaches few elements: some step reaches a sample, and later ones lose nothing."""
-    for p in run.parameters:
-        run.write(p, p.detach().clamp(-2.2, 2.2))
+    clamp(model, write, kept, step, 2.2)
 
 
-def averages_swapped_in_and_out(run: Run, step: int) -> None:
-    averages = run.kept.setdefault("averages", [p.detach().clone() for p in run.parameters])
-    for average, p in zip(averages, run.parameters, strict=True):
+def averages_swapped_in_and_out(model: Net, write: Write, kept: Kept, step: int) -> None:
+    averages = kept.setdefault("averages", [p.detach().clone() for p in model.parameters()])
+    for average, p in zip(averages, model.parameters(), strict=True):
         average.lerp_(p.detach(), 0.25)
-        kept = p.detach().clone()
-        run.write(p, average)
-        run.write(p, kept)
+        before = p.detach().clone()
+        write(p, average)
+        write(p, before)
 
 
-def initialised_again(run: Run, step: int) -> None:
-    if step == 2:
-        for p in run.parameters:
-            if p.dim() > 1:
-                values = torch.empty_like(p, requires_grad=False)
-                run.write(p, nn.init.xavier_normal_(values, generator=torch.Generator().manual_seed(1)))
+def initialised_again(model: Net, write: Write, kept: Kept, step: int) -> None:
+    for p in model.parameters() if step == 2 else ():
+        if p.dim() > 1:
+            values = torch.empty_like(p, requires_grad=False)
+            write(p, nn.init.xavier_normal_(values, generator=torch.Generator().manual_seed(1)))
 
 
-def padding_row(run: Run, step: int) -> None:
-    """The first row of an embedding stays 0."""
-    values = run.model.words.weight.detach().clone()
-    values[0] = 0
-    run.write(run.model.words.weight, values)
+def padding_row(model: Net, write: Write, kept: Kept, step: int, row: int = 0) -> None:
+    """A row of an embedding stays 0, mostly the first one."""
+    values = model.words.weight.detach().clone()
+    values[row] = 0
+    write(model.words.weight, values)
 
 
-def row_in_the_middle(run: Run, step: int) -> None:
-    values = run.model.words.weight.detach().clone()
-    values[20] = 0
-    run.write(run.model.words.weight, values)
+def row_in_the_middle(model: Net, write: Write, kept: Kept, step: int) -> None:
+    padding_row(model, write, kept, step, 20)
 
 
 SAVED = (lookahead, clamp, initialised_again, averages_swapped_in_and_out, padding_row)
 NOT_SAVED = (clamp_of_few, row_in_the_middle)
 
 
-def run_of(body: Callable[[Run, int], None], where: str, write: Write, *, reloads: bool = False) -> dict[str, Any]:
-    model = Net()
+def run_of(body: Callable[..., None], where: str, write: Write, *, reloads: bool = False) -> dict[str, Any]:
+    model, kept = Net(), dict[str, list[Tensor]]()
     if write is from_another_process:
         model.share_memory()
-    run = Run(model, write)
     optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.02, max_grad_norm=50.0)
     with optional_scheduler(optimizer, model, where):
-        for step in range(STEPS):
+        for step in range(STEPS + 1):
             optimizer.zero_grad()
             model(step).backward()
             optimizer.step()
-            body(run, step)
-            if reloads:
-                optimizer.reload_masters()
-        optimizer.zero_grad()
-        model(STEPS).backward()
-        optimizer.step()
+            if step < STEPS:
+                body(model, write, kept, step)
+                if reloads:
+                    optimizer.reload_masters()
     return everything(model, optimizer)
 
 

@@ -11,23 +11,16 @@ from superadam.handles.gradient_handle import taken_of
 from superadam.state.parameter import Phase
 
 
-def accepted_twins() -> tuple[SpeculativeCPUAdam, SpeculativeCPUAdam]:
-    """Return two optimizers after the same steps, of which the first has an accepted one to commit."""
-    optimizer, twin = (trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)]), [1]) for _ in range(2))
-    train(optimizer, 2, speculative=True)
-    train(twin, 2)
-    assert (optimizer.statistics.accepted, twin.statistics.accepted) == (1, 0)
-    return optimizer, twin
-
-
 def test_an_accepted_step_is_kept_where_the_next_gradient_only_waits() -> None:
     """As it does where the parameter was written to."""
-    optimizer, twin = accepted_twins()
+    optimizer, twin = (trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)]), [1]) for _ in range(2))
     for one in (optimizer, twin):
+        train(one, 2, speculative=one is optimizer)
         with torch.no_grad():
             parameters_of(one)[0][:9].add_(1)
         give_gradients(one, 3, speculative=one is optimizer)
         one.step()
+    assert (optimizer.statistics.accepted, twin.statistics.accepted) == (1, 0)
     assert visible(optimizer) == visible(twin)
 
 

@@ -25,7 +25,6 @@ import superadam
 from superadam import SpeculativeCPUAdam, StepKind
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
-from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 
 SHAPES = [(0,), (), (1,), (5, 7), (64,), (4097,), (33, 130), (65, 64)]
@@ -216,7 +215,8 @@ class SpeculativeRun(RuleBasedStateMachine):
     def step(self, through_step: bool, twice: bool) -> None:
         """Twice with the same gradients, as without speculation."""
         for _ in range(1 + twice):
-            are_scaled = any(taken is not None and taken.factors for taken in map(_taken_by, self.parameters))
+            taken = [taken_of(parameter.grad) for parameter in self.parameters]
+            are_scaled = any(one is not None and one.factors for one in taken)
             limit = self.optimizer.max_grad_norm if self.limit_of_next_step is None else self.limit_of_next_step
             self.limit_of_next_step = None
             (self.optimizer.step if through_step else self.optimizer.resolve)()
@@ -275,7 +275,7 @@ class SpeculativeRun(RuleBasedStateMachine):
         values = torch.from_numpy(np.asarray(rng.standard_normal(parameter.shape))).to(parameter.dtype)
         with torch.no_grad():
             if in_new_storage:
-                moved = torch.empty_strided(*_room_for(parameter), dtype=parameter.dtype)
+                moved = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
                 parameter.data = moved.copy_(torch.where(where, values, parameter))
             else:
                 parameter.copy_(torch.where(where, values, parameter))
@@ -376,14 +376,6 @@ class SpeculativeRun(RuleBasedStateMachine):
             self.read_state()
             self.parameters_are_those_of_the_synchronous_run()
         self.patch.undo()
-
-
-def _taken_by(parameter: torch.Tensor) -> TakenGradient | None:
-    return taken_of(parameter.grad)
-
-
-def _room_for(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(parameter.shape), parameter.stride()
 
 
 deep = os.environ.get("SUPERADAM_DEEP") == "1"

@@ -7,11 +7,12 @@ on the simulated device, and this one only tells what was asked of torch, and on
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,8 @@ from torch import Tensor
 from superadam.devices.cuda import CudaDevice
 from superadam.host.machine import Host
 
-
-class Code(enum.IntEnum):
-    """What the runtime returns."""
-
-    SUCCESS = 0
-    MEMORY_ALLOCATION = 2
+Code = enum.IntEnum("Code", {"SUCCESS": 0, "MEMORY_ALLOCATION": 2})
+"""What the runtime returns."""
 
 
 class FakeCuda:
@@ -45,43 +42,29 @@ class FakeCuda:
         self.registered: dict[int, int] = {}
         self.refuses = False
         self._local = threading.local()
-        self._streams = 0
 
-    @property
-    def now(self) -> FakeStream:
-        """The current stream of the calling thread."""
+    def new_stream(self, device: object, priority: int = 0) -> FakeStream:
+        return FakeStream(self, "upload" if priority else "download")
+
+    def current_stream(self, device: object) -> FakeStream:
         return getattr(self._local, "stream", None) or FakeStream(self, "current")
-
-    def new_stream(self, device: object = None, priority: int = 0) -> FakeStream:
-        assert device is not None
-        self._streams += 1
-        return FakeStream(self, ("download", "upload")[(self._streams - 1) % 2])
-
-    def current_stream(self, device: object = None) -> FakeStream:
-        assert device is not None
-        return self.now
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self._local.stream = self.now, stream
+        before, self._local.stream = self.current_stream(self), stream
         yield
         self._local.stream = before
 
-    @contextmanager
-    def device(self, device: object) -> Iterator[None]:
-        assert device is not None
-        yield
+    def device(self, device: object) -> nullcontext[None]:
+        return nullcontext()
 
     def set_device(self, device: object) -> None:
         self.log.append(("set_device", threading.current_thread().name))
 
-    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+    def get_device_properties(self, device: object) -> SimpleNamespace:
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
 
     # the runtime, of which torch has no Python code to check against
-
-    def cudart(self) -> FakeCuda:
-        return self
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
         if self.refuses:
@@ -93,20 +76,15 @@ class FakeCuda:
         return Code.SUCCESS if self.registered.pop(address, None) else Code.MEMORY_ALLOCATION
 
     def cudaGetErrorString(self, code: Code) -> str:  # noqa: N802
-        return Code(code).name
+        return code.name
 
 
+@dataclass(unsafe_hash=True)
 class FakeStream:
-    """A stream that has a name."""
+    """A stream that has a name; those of one name are one."""
 
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FakeStream) and self.name == other.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
+    cuda: FakeCuda = field(compare=False)
+    name: str | None
 
     def query(self) -> bool:
         return True
@@ -114,32 +92,23 @@ class FakeStream:
     def synchronize(self) -> None:
         self.cuda.log.append(("synchronize", self.name))
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.cuda.log.append(("wait for stream", self.name, other.name))
+    def wait_stream(self, other: FakeStream) -> None: ...
 
     def wait_event(self, event: FakeEvent) -> None:
-        assert event.recorded_on is not None
-        self.cuda.log.append(("wait", self.name, event.recorded_on))
+        assert event.name is not None
 
 
-class FakeEvent:
-    """An event that knows where it was recorded; recorded once."""
+class FakeEvent(FakeStream):
+    """An event, which has the name of the stream that it was recorded on, once."""
 
     def __init__(self, cuda: FakeCuda, blocking: bool = False) -> None:
         assert blocking
-        self.cuda = cuda
-        self.recorded_on: str | None = None
+        super().__init__(cuda, None)
 
     def record(self, stream: FakeStream) -> None:
-        assert self.recorded_on is None
-        self.recorded_on = stream.name
+        assert self.name is None
+        self.name = stream.name
         self.cuda.log.append(("record", stream.name))
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        self.cuda.log.append(("synchronize", self.recorded_on))
 
 
 class FakeDevice(CudaDevice):
@@ -155,14 +124,11 @@ class FakeDevice(CudaDevice):
         return any(begin <= address < begin + size for begin, size in self._fake.registered.items())
 
 
-def _checked(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(real)
-
+def _checked(real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        signature.bind(*args, **kwargs)  # raises where torch would
+        inspect.signature(real).bind(*args, **kwargs)  # raises where torch would
         return fake(*args, **kwargs)
 
-    call.__name__ = name
     return call
 
 
@@ -170,19 +136,21 @@ def _checked(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> C
 def fake_cuda() -> Iterator[FakeCuda]:
     """Put a `FakeCuda` in the place of torch.cuda; its kernels are plain torch."""
     cuda = FakeCuda()
-    fakes = {"Stream": cuda.new_stream, "Event": functools.partial(FakeEvent, cuda)}
     same = ("current_stream", "stream", "device", "set_device", "get_device_properties")
-    fakes |= {name: getattr(cuda, name) for name in same}
-    kinds = {"record": FakeEvent, "query": FakeEvent, "synchronize": FakeEvent, "wait_event": FakeStream}
+    fakes = {name: getattr(cuda, name) for name in same}
+    fakes |= {"Stream": cuda.new_stream, "Event": partial(FakeEvent, cuda)}
     with pytest.MonkeyPatch.context() as patch, asked_for("torch"):
-        for name, kind in kinds.items():
-            real = torch.cuda.Event if kind is FakeEvent else torch.cuda.Stream
-            patch.setattr(kind, name, _checked(name, getattr(real, name), getattr(kind, name)))
+        for kind, real, names in (
+            (FakeEvent, torch.cuda.Event, ("record", "query", "synchronize")),
+            (FakeStream, torch.cuda.Stream, ("wait_event", "wait_stream")),
+        ):
+            for name in names:
+                patch.setattr(kind, name, _checked(getattr(real, name), getattr(kind, name)))
         for name, fake in fakes.items():
-            patch.setattr(torch.cuda, name, _checked(name, getattr(torch.cuda, name), fake))
+            patch.setattr(torch.cuda, name, _checked(getattr(torch.cuda, name), fake))
+        patch.setattr(torch.cuda, "cudart", lambda: cuda)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-        patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-        patch.setattr(torch.cuda, "cudart", cuda.cudart)
+        for name in ("memory_reserved", "max_memory_allocated"):
+            patch.setattr(torch.cuda, name, lambda device: 0)
         patch.setattr(Tensor, "record_stream", lambda _, stream: cuda.log.append(("record_stream", stream.name)))
         yield cuda
