@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from integrations.test_offload_trainer import Examples, compare, norms
+from integrations.test_offload_trainer import QUIET, Examples, compare, norms
 from integrations.test_offload_trainer import llama as small_llama
 from peft import LoraConfig, get_peft_model
 from support.frameworks import dtypes
@@ -66,7 +66,6 @@ def adapted(base: torch.dtype, adapters: torch.dtype) -> nn.Module:
     return model
 
 
-QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
 OFTEN = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1}
 
 
