@@ -21,15 +21,9 @@ from superadam.plan.events import Passes
 TINY = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "2"]
 
 
-@pytest.fixture
-def brief(monkeypatch):
-    """Let no more iterations be made than one of each kind needs."""
-    monkeypatch.setattr(pacing, "CLIP_EVERY", 4)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("brief")
 def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(pacing, "CLIP_EVERY", 4)  # no more iterations than one of each kind needs
     monkeypatch.setenv("COLUMNS", "80")
     target = tmp_path / "pacing.json"
     before = torch.get_num_threads(), native.get_num_threads()

@@ -91,7 +91,9 @@ def test_what_could_be_better_says_how(tmp_path):
 
 # -- what files say ---------------------------------------------------------------------------------------------------
 
-HUGE, RESCTRL = "/sys/kernel/mm/transparent_hugepage/enabled", {"/proc/filesystems": "nodev\tresctrl\n"}
+HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
+RESCTRL, WITHOUT_RESCTRL = {"/proc/filesystems": "nodev\tresctrl\n"}, {"/proc/filesystems": "nodev\tproc\n"}
+MPAM, MOUNT = {"/sys/firmware/acpi/tables/MPAM": "MPAM"}, "sudo mount -t resctrl resctrl /sys/fs/resctrl"
 TWO_NODES, ONE_OF_MEMORY = (
     {f"/sys/devices/system/node/node{node}/cpulist": cpus for node, cpus in enumerate(lists)}
     for lists in (("0-1", "2-3", ""), ("0-71", ""))
@@ -109,20 +111,10 @@ NUMACTL = "numactl --cpunodebind=0 --membind=0 COMMAND"
         (memory.huge_pages, {HUGE: "always [madvise] never"}, {}, "export THP_MEM_ALLOC_ENABLE=1"),
         (memory.huge_pages, {HUGE: "always [madvise] never"}, {"environment": {"THP_MEM_ALLOC_ENABLE": "1"}}, ""),
         (memory.huge_pages, {HUGE: "always madvise [never]"}, {"environment": {"THP_MEM_ALLOC_ENABLE": "1"}}, HUGE),
-        (processor.cache_partitioning, {"/proc/filesystems": "nodev\tproc\n"}, {}, ""),
+        (processor.cache_partitioning, WITHOUT_RESCTRL, {}, ""),
         (processor.cache_partitioning, RESCTRL | {"/proc/cpuinfo": "flags\t: fpu sse2\n"}, {}, ""),
-        (
-            processor.cache_partitioning,
-            RESCTRL | {"/proc/cpuinfo": "flags\t: fpu cat_l3 mba\n"},
-            {},
-            "sudo mount -t resctrl resctrl /sys/fs/resctrl",
-        ),
-        (
-            processor.cache_partitioning,
-            {"/proc/filesystems": "nodev\tproc\n", "/sys/firmware/acpi/tables/MPAM": "MPAM"},
-            {},
-            "boot a kernel with CONFIG_ARM64_MPAM=y",
-        ),
+        (processor.cache_partitioning, RESCTRL | {"/proc/cpuinfo": "flags\t: fpu cat_l3 mba\n"}, {}, MOUNT),
+        (processor.cache_partitioning, WITHOUT_RESCTRL | MPAM, {}, "boot a kernel with CONFIG_ARM64_MPAM=y"),
         (processor.cache_partitioning, {"/sys/fs/resctrl/schemata": "    MB:0=100\n    L3:0=fff\n"}, {}, ""),
     ],
 )
@@ -167,33 +159,24 @@ def test_kernels_that_were_not_compiled_could_be_better(tmp_path, fresh_native):
     assert finding.remedy.startswith("pip install")
 
 
+VERSION_1 = {"cpu,cpuacct/job/cpu.cfs_quota_us": "250000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"}
+
+
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("group", "files", "quota"),
     [
-        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "max 100000"}, None),
-        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
-        (
-            {
-                "/proc/self/cgroup": "0::/a/b",
-                "/sys/fs/cgroup/a/cpu.max": "300000 100000",
-                "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
-            },
-            3.0,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "4:cpu,cpuacct:/job\n3:memory:/job",
-                "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "250000",
-                "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
-            },
-            2.5,
-        ),
-        ({"/proc/self/cgroup": "4:cpu:/", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}, None),
-        ({}, None),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0),
+        ("4:cpu,cpuacct:/job\n3:memory:/job", VERSION_1, 2.5),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1"}, None),
+        (None, {}, None),
     ],
 )
-def test_cpu_quota(tmp_path, files, quota):
-    assert processor.cpu_quota(machine(tmp_path, files)) == quota
+def test_cpu_quota(tmp_path, group, files, quota):
+    found = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
+    found |= {} if group is None else {"/proc/self/cgroup": group}
+    assert processor.cpu_quota(machine(tmp_path, found)) == quota
 
 
 @pytest.mark.parametrize(

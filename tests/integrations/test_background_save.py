@@ -266,7 +266,6 @@ class Odd(torch.nn.Module):
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint as DCP has written them."""
     metadata = FileSystemReader(path).read_metadata()
     found = {}
     for index, place in metadata.storage_data.items():

@@ -67,7 +67,6 @@ def loaded(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def universal(folder: Path) -> dict[str, torch.Tensor]:
-    """Return what ds_to_universal wrote, read as DeepSpeed reads it."""
     found = {}
     for name in NAMES:
         for key in ("fp32", "exp_avg", "exp_avg_sq"):

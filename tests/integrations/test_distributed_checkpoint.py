@@ -250,9 +250,6 @@ def test_true_first_step_with_zero_gradients_and_rate_counts():
     assert optimizer.statistics.steps == 1
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
-
-
 def new(seed: int = 5) -> tuple[Model, Any]:
     return make(SpeculativeCPUAdamW, torch.bfloat16, seed=seed)
 
@@ -508,9 +505,6 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
     assert seen == sorted(seen, reverse=True)  # "older", then "newer"
     assert set(seen) == {"older", "newer"}
     assert len(seen) > 10
-
-
-# ---- a folder is that of one run -------------------------------------------------------------------------------------
 
 
 def everything(folder: Path) -> dict[str, bytes]:

@@ -91,7 +91,6 @@ def program(tmp_path_factory):
 
 
 def ended(program: Any, monkeypatch: pytest.MonkeyPatch, **options: str) -> str:
-    """Return the sentence with which the program ends."""
     usual = {"model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out", "use_cpu": "true"}
     words = [word for name, value in (usual | options).items() for word in (f"--{name}", value) if word != "(nothing)"]
     return sentence_of(words, program, monkeypatch)
@@ -263,7 +262,6 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def files(program):
-    """Write what the wrong inputs name."""
     Path("list.yaml").write_text("- 1\n")
     Path("bad.yaml").write_text("a: 1\nb: [\n")
     Path("many.yaml").write_text("max_steps: many\n")

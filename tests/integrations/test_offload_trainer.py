@@ -121,8 +121,6 @@ def checkpointing(*, reentrant: bool) -> dict[str, Any]:
 
 
 class Editing(TrainerCallback):
-    """Edits gradients before each step."""
-
     def __init__(self, edit: Callable[[int, list[nn.Parameter]], None]) -> None:
         self.edit = edit
 
@@ -166,7 +164,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def norms(logged: list[dict[str, Any]]) -> list[float]:
-    """Return what the Trainer logged as gradient norms."""
     return [entry["grad_norm"] for entry in logged if "grad_norm" in entry]
 
 
@@ -319,8 +316,6 @@ def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path):
 
 
 class Reporter(TrainerCallback):
-    """Keeps what it is told, as reporters do."""
-
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 
@@ -428,9 +423,6 @@ def test_files_are_mapped_for_the_checkpoint_alone(tmp_path):
         trainer.train(resume_from_checkpoint=resume)
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
-
-
 def refused(kind: type[Exception], told: str, trainer: Trainer, **options: Any) -> None:
     def changeable() -> list[Any]:
         return [*trainer.callback_handler.callbacks, trainer.train, trainer.create_optimizer, trainer.create_scheduler]
@@ -478,9 +470,6 @@ def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path, monkeypatch):
     refused(RuntimeError, "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2$", trainer)
 
 
-# ---- what is warned of -------------------------------------------------------------------------------------------
-
-
 def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog):
     def train(model):
         optimizer = SpeculativeCPUAdamW([nn.Parameter(torch.empty(1))])
@@ -520,9 +509,6 @@ def test_ranks_that_cannot_meet_leave_signals_alone(tmp_path, monkeypatch):
         saves.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
     assert saves not in trainer.callback_handler.callbacks
-
-
-# ---- memory ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gigabytes", [0.001, 24])

@@ -28,7 +28,6 @@ def _in_a_folder_with_a_text(tmp_path, monkeypatch):
 
 
 def run(*words: str, out: str = "run") -> tuple[int, dict[str, Any]]:
-    """Train on the sentences, and return the exit status and the report."""
     report = Path(f"{out}.json")
     status = train.main([*TINY, "--text", "sentences.txt", "--out", out, "--report", str(report), *words])
     found: dict[str, Any] = json.loads(report.read_text(), parse_constant=lambda word: pytest.fail(word))

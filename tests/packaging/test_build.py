@@ -40,7 +40,6 @@ def refusal_of_cmake(build: Path, *options: str, **environment: str) -> str:
 
 
 def configure(build: Path, *options: str) -> list[dict[str, str]]:
-    """Configure into `build` and return CMake's list of compile commands."""
     python = f"-DPython_EXECUTABLE={sys.executable}"
     cmake("-S", ROOT, "-B", build, python, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options)
     return json.loads((build / "compile_commands.json").read_text())
@@ -123,9 +122,6 @@ def test_a_compiler_that_lacks_a_vector_instruction_set_is_refused(tmp_path):
     isa = "avx512" if IS_X86 else "sve"
     assert f"superadam's {isa} kernels need a compiler that takes" in said
     assert "SUPERADAM_SIMD=OFF" in said
-
-
-# -- another CPU, emulated ---------------------------------------------------------------------------------------------
 
 
 def emulate(cpu: str) -> list[str]:

@@ -43,7 +43,6 @@ def compiled(folder: Path, source: str, *options: str, glibc: str = "2.17") -> P
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return all modules of a wheel, which are sound."""
     modules = {}
     for module in MODULES:
         init = f"PyInit_{Path(module).name.partition('.')[0]}"
@@ -55,7 +54,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def wheel_of(folder: Path, modules: dict[str, Path], name: str = TAG, tag: str = TAG) -> Path:
-    """Return a wheel with these modules."""
     wheel = folder / f"superadam-1.0-{name}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for module, file in modules.items():

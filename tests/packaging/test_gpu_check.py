@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -53,35 +54,26 @@ Program = Callable[[Sequence[str], float], Done]
 
 
 def runner(program: Program) -> programs.Runner:
-    """Return what starts commands, one after the other."""
     return lambda commands, seconds, environment: [program(command, seconds) for command in commands]
 
 
-def in_this_process(command: Sequence[str], seconds: float) -> Done:
-    """Run what a stage starts without the seconds that a new Python takes; tests and doctor only seem to run."""
-    kind = kind_of(command)
-    if kind == "tests":
-        return Done(0, "tests/test_x.py::test_it PASSED [ 50%]\ntests/test_x.py::test_two[a b] PASSED [100%]\n", 0.1)
-    if kind == "doctor":
-        return Done(0, '{"findings": []}\n', 0.1)
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        status = (gpu_check if "--measure" in command else train).main(list(command[2:]))
-    return Done(status, output.getvalue(), 0.1)
-
-
-_ENDED: dict[str, tuple[Done, str | None]] = {}
+_ENDED: dict[str, tuple[Done, str]] = {
+    "tests": (Done(0, "tests/x.py::test_it PASSED [ 50%]\ntests/x.py::test_two[a b] PASSED [100%]\n", 0.1), ""),
+    "doctor": (Done(0, '{"findings": []}\n', 0.1), ""),
+}
+"""How programs have ended, and their reports."""
 
 
 def remembered(command: Sequence[str], seconds: float) -> Done:
-    """Run a program once in all tests; later it ends as it did then, and leaves the same report."""
-    report = Path(command[command.index("--report") + 1]) if "--report" in command else None
+    """Run a program in this process, once in all tests; later it ends as it did then, and leaves the same report."""
+    report = Path(command[command.index("--report") + 1]) if "--report" in command else Path(os.devnull)
     kind = kind_of(command)
     if kind not in _ENDED:
-        done = in_this_process(command, seconds)
-        _ENDED[kind] = done, report.read_text() if report is not None else None
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            status = (gpu_check if "--measure" in command else train).main(list(command[2:]))
+        _ENDED[kind] = Done(status, output.getvalue(), 0.1), report.read_text()
     done, content = _ENDED[kind]
-    if report is not None and content is not None:
-        report.write_text(content)
+    report.write_text(content)
     return done
 
 
@@ -101,25 +93,17 @@ def results_in(folder: Path) -> dict[str, Any]:
     return results
 
 
-def check(folder: Path, program: Program = in_this_process, seconds: float = 1000.0) -> tuple[int, dict[str, Any]]:
-    """Rehearse into a folder, and return the exit status and the results."""
-    status = gpu_check.check(folder, seconds, rehearses=True, runner=runner(program))
+def check(folder: Path, program: Program) -> tuple[int, dict[str, Any]]:
+    status = gpu_check.check(folder, 1000.0, rehearses=True, runner=runner(program))
     results = results_in(folder)
     assert list(results["stages"]) == STAGES
     return status, results
 
 
-def seconds_of(action: Callable[[], object], rounds: int) -> float:
-    """Return how long an action takes once."""
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
 @pytest.fixture(autouse=True)
 def _no_sanitizer_and_no_rounds(monkeypatch):
     monkeypatch.setattr(checks, "sanitizer_path", lambda: None)
-    monkeypatch.setattr(rates, "_median_seconds", seconds_of)
+    monkeypatch.setattr(rates, "_median_seconds", lambda action, rounds: timeit.timeit(action, number=1))
 
 
 def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
@@ -305,9 +289,6 @@ def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
         throughput.measure(both)
 
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------
-
-
 def measured(side: str, seconds: float, **figures: Any) -> Row:
     return Row("m", 1, 1000, side, step_seconds=seconds, tokens_per_second=1000 / seconds, **figures)
 
@@ -336,16 +317,11 @@ MET, MISSED, NOT_ASKED, UNKNOWN = Answer.MET, Answer.MISSED, Answer.NOT_ASKED, A
     ],
 )
 def test_a_step_is_judged_by_its_bound(alone, mine, on_device, answers):
-    def row(side, seconds, **figures):
-        return Row("m", 1, 1000, side, "does not fit") if seconds is None else measured(side, seconds, **figures)
-
-    rows = [
-        row(sides.ALONE, alone and 1.0, **(alone or {})),
-        row(sides.OVERLAPPED, mine),
-        row(sides.ON_DEVICE, on_device),
-    ]
+    times = {sides.ALONE: alone and 1.0, sides.OVERLAPPED: mine, sides.ON_DEVICE: on_device}
+    figures = {sides.ALONE: alone}
+    rows = [measured(side, seconds, **figures.get(side, {})) for side, seconds in times.items() if seconds is not None]
     assert judged(*rows) == answers
-    assert judged(*(each for each in rows if each.outcome == "measured")) == answers
+    assert judged(*rows, *(Row("m", 1, 1000, side, "does not fit") for side in times if times[side] is None)) == answers
 
 
 @pytest.mark.parametrize(
@@ -355,9 +331,6 @@ def test_a_step_is_judged_by_its_bound(alone, mine, on_device, answers):
 def test_auto_is_judged_by_the_best_placement(times, answer):
     rows = [measured(side, seconds) for side, seconds in zip(sides.SWEPT, times, strict=False)]
     assert judged(*rows)[2:] == [answer]
-
-
-# -- rates -------------------------------------------------------------------------------------------------------------
 
 
 def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is():
@@ -377,9 +350,6 @@ def test_kernels_move_what_a_copy_moves(monkeypatch):
     assert [rate.gigabytes_per_second for rate in found] == [size / each / 1e9 for each in (0.5, 1.0, 2.0, 4.0)]
     assert [rate.share_of_copy for rate in found] == pytest.approx([1.0, 0.5, 0.25, 0.125])
     assert found[-1].elements_per_second == size / rates.ADAM_BYTES_PER_ELEMENT / 4.0
-
-
-# -- what is drawn, and the files --------------------------------------------------------------------------------------
 
 
 def test_results_do_not_overwrite_one_another(tmp_path, monkeypatch):
@@ -436,11 +406,7 @@ EMPTY = Done(checks.NO_TESTS, "1 deselected", 0.1)
     [
         (lambda share, done: EMPTY if share == "1/2" else done, Outcome.GOOD, "4 passed"),
         (lambda share, done: Done(4, "ERROR: not found", 1.0), Outcome.FAILED, "none ran"),
-        (
-            lambda share, done: Done(None, "tests/a.py::b FAILED\ntests/a.py::c PASSED", 1.0),
-            Outcome.FAILED,
-            "2 failed",
-        ),
+        (lambda share, done: Done(None, "tests/a::b FAILED\ntests/a::c PASSED", 1.0), Outcome.FAILED, "2 failed"),
         (lambda share, done: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), Outcome.FAILED, "3 skipped"),
     ],
 )
@@ -493,13 +459,10 @@ def test_programs_end_with_the_check(monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            started.append(self)
-
         def wait(self, timeout=None):
             if timeout is not None:
                 raise KeyboardInterrupt
+            started.append(self)
             return super().wait()
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
@@ -524,12 +487,11 @@ def test_programs_run_at_once_and_see_the_wheel_not_the_sources(monkeypatch):
         one, other = (os.path.join(folder, name) for name in "ab")
         os.mkfifo(one)
         os.mkfifo(other)
-        first = f"import sys; open({one!r}, 'w').close(); open({other!r}).close(); print(sys.flags.safe_path)"
-        second = (
-            f"import sys; open({one!r}).close(); open({other!r}, 'w').close(); print('.' in sys.path or '' in sys.path)"
-        )
-        ended = programs.run([[sys.executable, "-c", code] for code in (first, second)], 60.0, {})
-    assert [(done.status, done.output.strip()) for done in ended] == [(0, "True"), (0, "False")]
+        first = f"open({one!r}, 'w').close(); open({other!r}).close()"
+        second = f"open({one!r}).close(); open({other!r}, 'w').close()"
+        shown = "import sys; print(sys.flags.safe_path, '.' in sys.path or '' in sys.path)"
+        ended = programs.run([[sys.executable, "-c", f"{code}; {shown}"] for code in (first, second)], 60.0, {})
+    assert [(done.status, done.output.strip()) for done in ended] == [(0, "True False")] * 2
 
 
 @pytest.mark.subprocess
@@ -549,9 +511,6 @@ def test_report_of_the_doctor_is_found_among_warnings():
     assert (finding.outcome, finding.figures) == (Outcome.GOOD, {"doctor": report})
 
 
-# -- what is carried to a machine without a network --------------------------------------------------------------------
-
-
 def wheel(folder: Path, name: str, *needs: str) -> None:
     with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
         lines = [f"Name: {name}", *(f"Requires-Dist: {need}" for need in needs), "", "text"]
@@ -560,9 +519,8 @@ def wheel(folder: Path, name: str, *needs: str) -> None:
 
 def test_wheels_that_others_need_are_missed(tmp_path):
     wheel(tmp_path, "markdown_it_py", "mdurl~=0.1", "numpy>=2", 'tomli; python_version < "3.11"', 'docs; extra == "x"')
-    wheel(
-        tmp_path, "rich", "Markdown.It-py", 'typing-extensions; python_version < "3.12"', 'x; sys_platform == "win32"'
-    )
+    others = ["Markdown.It-py", 'typing-extensions; python_version < "3.12"', 'x; sys_platform == "win32"']
+    wheel(tmp_path, "rich", *others)
     assert gpu_wheels.missing(tmp_path) == {"mdurl", "typing-extensions"}
 
 

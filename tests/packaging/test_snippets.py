@@ -81,11 +81,7 @@ def _light(one_torch_thread):
         torch.distributed.destroy_process_group()
 
 
-# ---- what stands for the reader's own ------------------------------------------------------------------------------
-
-
 def training(folder: Path) -> Names:
-    """Return a model, its optimizer, and a loop."""
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(torch.bfloat16)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
 
@@ -114,7 +110,6 @@ def one_rank(folder: Path) -> Names:
 
 
 def trainer(folder: Path) -> Names:
-    """Return what a Trainer needs: a model, data and arguments."""
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -131,7 +126,6 @@ def trainer(folder: Path) -> Names:
 
 
 def zero_run(folder: Path) -> Names:
-    """Return a folder with a run of DeepSpeed, and the model and optimizer that continue it."""
     pytest.importorskip("safetensors")
     shutil.copytree(ROOT / "tests/integrations/deepspeed_data/zero3-2", folder / "run")
     model = deepspeed_run.Model().to(torch.bfloat16)
@@ -144,9 +138,6 @@ GIVEN: dict[str, Callable[[Path], Names]] = {
     "trainer": trainer,
     "zero_run": zero_run,
 }
-
-
-# ---- tests ---------------------------------------------------------------------------------------------------------
 
 
 @named([page for page in PAGES if any(block.language == "python" for block in blocks_of(page))])
@@ -176,7 +167,6 @@ def test_commands_exist(page):
 
 
 def check(command: str) -> None:
-    """Fail unless a command is one that this repository has."""
     words = shlex.split(command, comments=True)
     match words:
         case ["superadam", *arguments]:

@@ -46,7 +46,6 @@ def pip(*arguments: str | Path, **environment: str) -> None:
 
 
 def bare_python(folder: Path) -> Path:
-    """Return an interpreter in a fresh environment that sees no packages at all."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     return folder / "venv/bin/python"
 

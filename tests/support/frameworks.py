@@ -50,8 +50,6 @@ class Block(nn.Module):
 
 
 class Predictor(nn.Module):
-    """Predicts the next token from the present one; returns the loss."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -103,7 +101,6 @@ class Run:
             self.schedulers.append(OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=500))
 
     def everything(self) -> dict[str, Any]:
-        """Return bits and numbers, each under a name of its own."""
         named: dict[str, Any] = {}
         for index, entry in enumerate(self.logged):
             for name, value in entry.items():

@@ -18,7 +18,6 @@ PRESETS = presets()
 
 
 def row(name: str, preset: Preset) -> str:
-    """Return the preset's row."""
     storage = Storage(Moments(preset.moments), Master(preset.master))
     needs = [needs_of(one, is_on_host=False, storage=storage) for one in on_meta(preset.config).parameters()]
     state = sum(each.state for each in needs) / GIGABYTE
