@@ -23,13 +23,13 @@ from superadam.integrations import fine_tuning  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "finetune.py"
 
-FOREIGN = {
-    "use_peft": "true",
-    "use_dora": "true",
-    "use_rslora": "true",
-    "load_in_4bit": "true",
-    "load_in_8bit": "true",
-    "use_bnb_nested_quant": "true",
+SWITCHES = {
+    *("use_peft", "use_dora", "use_rslora", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"),
+    *("dataset_streaming", "do_train", "do_eval", "do_predict", "prediction_loss_only", "batch_eval_metrics"),
+    *("eval_use_gather_object", "bf16_full_eval", "fp16_full_eval", "ignore_bias_buffers"),
+    *("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph"),
+}
+FOREIGN = dict.fromkeys(sorted(SWITCHES), "true") | {
     "bnb_4bit_quant_type": "fp4",
     "bnb_4bit_quant_storage": "uint8",
     "lora_r": "4",
@@ -39,25 +39,12 @@ FOREIGN = {
     "lora_target_parameters": "q_proj",
     "lora_modules_to_save": "lm_head",
     "lora_task_type": "SEQ_CLS",
-    "dataset_streaming": "true",
-    "ignore_bias_buffers": "true",
     "model_init_kwargs": '{"dtype": "float16"}',
     "include_for_metrics": "loss",
-    "batch_eval_metrics": "true",
     "eval_do_concat_batches": "false",
-    "eval_use_gather_object": "true",
-    "prediction_loss_only": "true",
-    "do_train": "true",
-    "do_eval": "true",
-    "do_predict": "true",
-    "bf16_full_eval": "true",
-    "fp16_full_eval": "true",
     "optim_args": "a=1",
     "optim_target_modules": "all-linear",
-    "ddp_find_unused_parameters": "true",
     "ddp_bucket_cap_mb": "1",
-    "ddp_broadcast_buffers": "true",
-    "ddp_static_graph": "true",
 }
 """Options that TRL parses and this program does not obey, and another value than the default."""
 
@@ -171,24 +158,23 @@ def test_each_field_of_trl_is_read_by_somebody_or_refused():
     assert OLD.keys() <= every
 
 
-LINES = {
-    '{"text": "a"}\n{"text": ': "line 2 of bad.jsonl: Expecting value",
-    '{"text": "a"}\n[1]\n': "line 2 of bad.jsonl: expected an object with messages",
-    '{"question": 1, "answer": 2}\n': "line 1 of bad.jsonl: expected an object with messages",
-    b"\xff\xfe": "bad.jsonl: 'utf-8' codec",
-    "": "bad.jsonl has no lines",
-    '{"text": 5}': "line 1 of bad.jsonl: text is int, expected text",
-    '{"messages": "a"}': "line 1 of bad.jsonl: messages is str, expected a list of objects",
-    '{"messages": [{"content": "a"}]}': "line 1 of bad.jsonl: messages is list, expected a list of objects",
-    '{"prompt": 1, "completion": "b"}': "line 1 of bad.jsonl: prompt is int, expected text",
-    "[" * 100_000: "line 1 of bad.jsonl: ",
-}
-
-
-@pytest.mark.parametrize("number", range(len(LINES)))
-def test_a_bad_line_is_named(program, monkeypatch, number):
-    content, sentence = [*LINES.items()][number]
-    Path("bad.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"text": "a"}\n{"text": ', "line 2 of bad.jsonl: Expecting value"),
+        (b'{"text": "a"}\n[1]\n', "line 2 of bad.jsonl: expected an object with messages"),
+        (b'{"question": 1, "answer": 2}\n', "line 1 of bad.jsonl: expected an object with messages"),
+        (b"\xff\xfe", "bad.jsonl: 'utf-8' codec"),
+        (b"", "bad.jsonl has no lines"),
+        (b'{"text": 5}', "line 1 of bad.jsonl: text is int, expected text"),
+        (b'{"messages": "a"}', "line 1 of bad.jsonl: messages is str, expected a list of objects"),
+        (b'{"messages": [{"content": "a"}]}', "line 1 of bad.jsonl: messages is list, expected a list of objects"),
+        (b'{"prompt": 1, "completion": "b"}', "line 1 of bad.jsonl: prompt is int, expected text"),
+        pytest.param(b"[" * 100_000, "line 1 of bad.jsonl: ", id="deep"),
+    ],
+)
+def test_a_bad_line_is_named(program, monkeypatch, content, sentence):
+    Path("bad.jsonl").write_bytes(content)
     assert sentence in ended(program, monkeypatch, dataset_name="bad.jsonl")
 
 
@@ -200,10 +186,10 @@ def test_a_column_of_another_name_is_read(program):
 def test_a_column_called_messages_holds_what_trl_takes_there(program):
     """Text, if it is the column of text; else conversations."""
     Path("both.jsonl").write_text('{"messages": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    Path("number.jsonl").write_text('{"messages": 5}\n')
     assert fine_tuning.check_lines("both.jsonl", "messages") is not None
     with pytest.raises(fine_tuning.RefusedError, match="messages is str, expected a list of objects with role and"):
         fine_tuning.check_lines("both.jsonl")
-    Path("number.jsonl").write_text('{"messages": 5}\n')
     with pytest.raises(fine_tuning.RefusedError, match="messages is int, expected text or a list of objects with role"):
         fine_tuning.check_lines("number.jsonl", "messages")
 

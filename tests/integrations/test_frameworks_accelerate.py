@@ -8,14 +8,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from support.frameworks import Predictor, Run, Sentences, Training, adamw, compare, dtypes
+from support.frameworks import MARKS, Predictor, Run, Sentences, Training, adamw, compare, dtypes
 from torch.utils.data import DataLoader
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_torch_thread", "no_network"),
-]
+pytestmark = MARKS
 
 
 def fresh(**options: Any) -> Accelerator:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
+from support import frameworks
 from support.frameworks import Predictor, Run, Sentences, Training, adamw, assert_same, compare, dtypes, everything_in
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,12 +17,7 @@ from torch.utils.data import DataLoader
 
 from superadam.integrations.lightning import Offload
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_torch_thread", "no_network"),
-]
+pytestmark = [pytest.mark.slow, *frameworks.MARKS]
 
 
 @pytest.fixture(autouse=True, scope="module")

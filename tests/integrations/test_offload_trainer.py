@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.children import exit_code_of_child, memory_of_process
-from support.frameworks import VOCABULARY, Sentences, assert_same, dtypes
+from support.frameworks import MARKS, VOCABULARY, Sentences, assert_same, dtypes
 from support.visible import bits, state_bits
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -27,12 +28,7 @@ from superadam.integrations import transformers as integration
 from superadam.integrations.stopping import SavesOnSignal
 from superadam.integrations.transformers import offload
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.usefixtures("one_torch_thread", "no_network"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-]
+pytestmark = [pytest.mark.slow, *MARKS]
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 SCHEDULER = {"num_threads": 1, "bucket_numel": 500}
@@ -95,6 +91,11 @@ def without_state(trainer: Trainer) -> dict[str, Any]:
     return {name: value for name, value in everything(trainer).items() if name != "state"}
 
 
+def train_with(trainer: Trainer, **options: Any) -> None:
+    offload(trainer, **SCHEDULER, **options)
+    trainer.train()
+
+
 def compare(
     make: Callable[[], Trainer],
     *,
@@ -140,6 +141,8 @@ def edit_some(step: int, parameters: list[nn.Parameter]) -> None:
         parameters[3].grad = None
 
 
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+BEST |= {"load_best_model_at_end": True}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "a limit that clips some steps": {},
     "a limit that clips every step": {"max_grad_norm": 0.1},
@@ -150,13 +153,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "checkpointing": checkpointing(reentrant=False),
     "reentrant checkpointing": {"gradient_accumulation_steps": 2, **checkpointing(reentrant=True)},
     "autocast": {"bf16": True},
-    "best weights are loaded at the end": {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-    },
+    "best weights are loaded at the end": BEST,
     "rare logs": {"logging_steps": 4},
     "NaN": {"callbacks": [Editing(poison)], "max_grad_norm": 0.0},
     "edited gradients": {"callbacks": [Editing(edit_some)], "max_grad_norm": 0.0},
@@ -188,8 +185,7 @@ def test_training_whose_every_step_the_default_limit_clips_is_speculated_on(tmp_
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(3.0)
-    offload(trainer, **SCHEDULER)
-    trainer.train()
+    train_with(trainer)
     assert min(norms(trainer.state.log_history)) > 1.0
     accepted = sum(entry["superadam_accepted"] for entry in trainer.state.log_history[20:-1])
     assert accepted >= 0.8 * 20 * len([*trainer.model.parameters()])
@@ -255,8 +251,7 @@ def test_each_new_model_has_the_arguments_of_its_time(tmp_path):
 def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16)
     passed = trainer.optimizer = SpeculativeCPUAdamW(trainer.model.parameters(), lr=1e-2)
-    offload(trainer, **SCHEDULER)
-    trainer.train()
+    train_with(trainer)
     assert trainer.optimizer.optimizer is passed
     assert trainer.state.log_history[-1]["superadam_accepted"] > 0
     trainer = trainer_in(tmp_path, torch.bfloat16)
@@ -365,14 +360,9 @@ def test_an_error_closes_the_scheduler_and_training_can_begin_again(tmp_path, er
 
 
 def test_a_smaller_batch_after_memory_ran_out(tmp_path):
-    trainer = trainer_in(
-        tmp_path,
-        torch.bfloat16,
-        auto_find_batch_size=True,
-        callbacks=[Stop(RuntimeError("CUDA out of memory. planted"))],
-    )
-    offload(trainer, **SCHEDULER)
-    trainer.train()
+    full = Stop(RuntimeError("CUDA out of memory. planted"))
+    trainer = trainer_in(tmp_path, torch.bfloat16, auto_find_batch_size=True, callbacks=[full])
+    train_with(trainer)
     assert trainer.state.train_batch_size < 2
     assert trainer.state.log_history[-1]["superadam_accepted"] > 0
 
@@ -383,8 +373,7 @@ def test_a_smaller_batch_after_memory_ran_out(tmp_path):
 def test_resumed_training_is_that_which_never_stopped(tmp_path, moments, dtype):
     """With a scheduler or without one."""
     whole = trainer_in(tmp_path, dtype, save_strategy="steps", save_steps=4)
-    offload(whole, moments=moments, **SCHEDULER)
-    whole.train()
+    train_with(whole, moments=moments)
     saved = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"].values()
     assert {entry["exp_avg"].dtype for entry in saved} == {torch.bfloat16 if moments else torch.float32}
     for is_scheduled in (False, True):
@@ -487,24 +476,16 @@ def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog):
     assert "bf16: false" in told
 
 
-def test_signals_are_the_program_s_own_after_training(tmp_path):
+def test_signals_are_the_program_s_own_after_training_and_where_ranks_cannot_meet(tmp_path, monkeypatch):
     before, trainer = signal.getsignal(signal.SIGTERM), trainer_in(tmp_path, torch.bfloat16)
     with SavesOnSignal(trainer) as saves:
         assert signal.getsignal(signal.SIGTERM) is not before
         assert saves in trainer.callback_handler.callbacks
     assert signal.getsignal(signal.SIGTERM) is before
     assert saves not in trainer.callback_handler.callbacks
-
-
-def test_ranks_that_cannot_meet_leave_signals_alone(tmp_path, monkeypatch):
-    before, trainer = signal.getsignal(signal.SIGTERM), trainer_in(tmp_path, torch.bfloat16)
-
-    def fail(**_):
-        raise RuntimeError("planted")
-
-    for name, value in (("is_initialized", lambda: True), ("get_world_size", lambda: 2), ("new_group", fail)):
+    new_group = Mock(side_effect=RuntimeError("planted"))
+    for name, value in (("is_initialized", lambda: True), ("get_world_size", lambda: 2), ("new_group", new_group)):
         monkeypatch.setattr(torch.distributed, name, value)
-    saves = SavesOnSignal(trainer)
     with pytest.raises(RuntimeError, match="planted"):
         saves.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before

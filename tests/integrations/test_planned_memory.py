@@ -53,12 +53,7 @@ def test_what_fits_is_not_refused(llama, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "gpu", "host", "words"),
     [
-        (
-            Setting(4, 1024, loss="full"),
-            24,
-            512,
-            r"GPU's memory at head and loss, .*; choose --loss_type nll or --per_d",
-        ),
+        (Setting(4, loss="full"), 24, 512, r"GPU's memory at head and loss, .*; choose --loss_type nll or --per_d"),
         (Setting(4, 1024), 21, 512, r"GPU's memory at .*; choose --per_device_train_batch_size 1 or 4 ranks, each"),
         (Setting(checkpointing=False), 20, 512, r"GPU's memory at .*; choose --activation_checkpointing true or"),
         (Setting(), 80, 110, r"host's memory, .*; choose --moments bf16 --master 24bit or 2 ranks, each with as much"),
@@ -75,13 +70,7 @@ def test_what_does_not_fit_names_moment_and_remedies(llama, tmp_path, setting, g
 
 
 def test_options_of_trl_are_those_of_a_plan():
-    training = SimpleNamespace(
-        per_device_train_batch_size=4,
-        max_length=4096,
-        gradient_accumulation_steps=1,
-        world_size=1,
-        loss_type="nll",
-        activation_checkpointing=True,
-    )
+    sizes = {"per_device_train_batch_size": 4, "max_length": 4096, "gradient_accumulation_steps": 1, "world_size": 1}
+    training = SimpleNamespace(**sizes, loss_type="nll", activation_checkpointing=True)
     setting = setting_of(training, "fp32", "fp32")
     assert setting == Setting(sequences=4, tokens=4096, micro_batches=1, ranks=1, loss="chunked", checkpointing=True)

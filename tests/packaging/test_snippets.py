@@ -10,7 +10,6 @@ import runpy
 import shlex
 import shutil
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,19 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (given|not run): ([^>]*) -->\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`((?:superadam|make|python|pytest) [^`]+)`")
-ELSEWHERE = {
-    "git",
-    "pip",
-    "sudo",
-    "echo",
-    "export",
-    "cat",
-    "ulimit",
-    "numactl",
-    "pytest",
-    ".venv/bin/pip",
-    ".venv/bin/python",
-}
+ELSEWHERE = {"git", "pip", "sudo", "echo", "export", "cat", "ulimit", "numactl", "pytest"}
+ELSEWHERE |= {".venv/bin/pip", ".venv/bin/python"}
 """Programs whose commands are not tried."""
 
 README_LINES = 120
@@ -92,15 +80,8 @@ def training(folder: Path) -> Names:
             optimizer.zero_grad()
 
     train(1)
-    return {
-        "torch": torch,
-        "OffloadScheduler": OffloadScheduler,
-        "model": model,
-        "optimizer": optimizer,
-        "train": train,
-        "folder": folder,
-        "step": 3,
-    }
+    names: Names = {"torch": torch, "OffloadScheduler": OffloadScheduler, "folder": folder, "step": 3}
+    return {**names, "model": model, "optimizer": optimizer, "train": train}
 
 
 def one_rank(folder: Path) -> Names:
@@ -111,18 +92,13 @@ def one_rank(folder: Path) -> Names:
 
 def trainer(folder: Path) -> Names:
     transformers: Any = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    tokens = torch.arange(8)
-    return {
-        "transformers": transformers,
-        "model": transformers.LlamaForCausalLM(config).to(torch.bfloat16),
-        "dataset": [{"input_ids": tokens, "labels": tokens}] * 8,
-        "arguments": transformers.TrainingArguments(
-            output_dir=str(folder), max_steps=3, learning_rate=1e-3, report_to="none", save_strategy="no"
-        ),
-    }
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model, tokens = transformers.LlamaForCausalLM(config).to(torch.bfloat16), torch.arange(8)
+    options = {"max_steps": 3, "learning_rate": 1e-3, "report_to": "none", "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(folder), **options)
+    dataset = [{"input_ids": tokens, "labels": tokens}] * 8
+    return {"transformers": transformers, "model": model, "dataset": dataset, "arguments": arguments}
 
 
 def zero_run(folder: Path) -> Names:
@@ -132,12 +108,7 @@ def zero_run(folder: Path) -> Names:
     return {"model": model, "optimizer": SpeculativeCPUAdamW(deepspeed_run.groups_of(model)), "folder": folder}
 
 
-GIVEN: dict[str, Callable[[Path], Names]] = {
-    "training": training,
-    "one_rank": one_rank,
-    "trainer": trainer,
-    "zero_run": zero_run,
-}
+GIVEN = {function.__name__: function for function in (training, one_rank, trainer, zero_run)}
 
 
 @named([page for page in PAGES if any(block.language == "python" for block in blocks_of(page))])

@@ -1,5 +1,6 @@
 """What fits, what does not, and what the answer says of it; sums are those of the scheduler."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,16 +18,7 @@ from superadam.integrations.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
 from superadam.plan.activations import Activations
-from superadam.plan.memory import (
-    RESUMING,
-    TRAINING,
-    Memory,
-    Setting,
-    Subject,
-    activations_for,
-    memory_of,
-    total,
-)
+from superadam.plan.memory import RESUMING, TRAINING, Memory, Setting, Subject, activations_for, memory_of, total
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +30,7 @@ Planned = tuple[Subject, Setting, Memory, Activations]
 
 def planned(name: str, machine: str, **chosen: Any) -> Planned:
     preset = presets()[name]
-    setting = Setting(sequences=preset.sequences, tokens=preset.tokens, ranks=preset.ranks)
-    setting = replace(setting, **chosen)
+    setting = replace(Setting(preset.sequences, preset.tokens, ranks=preset.ranks), **chosen)
     subject = Subject.of(preset.config)
     found = activations_for(subject, setting)
     return subject, setting, memory_of(subject, setting, machines.read(machine), found), found
@@ -99,13 +90,10 @@ def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: Planned) -> None:
 def test_measured_categories_replace_those_of_a_plan(gpt_oss: Planned, scales: list[float]) -> None:
     """It fits if no stage of the measured ones exceeds its limit, whatever was planned."""
     memory, numbers = gpt_oss[2], iter(scales)
-
-    def scaled(stages: Any) -> Any:
-        return {
-            stage: {name: int(next(numbers, 1.0) * size) for name, size in one.items()} for stage, one in stages.items()
-        }
-
-    found = replace(memory, gpu=scaled(memory.gpu), host=scaled(memory.host))
+    gpu, host = copy.deepcopy((memory.gpu, memory.host))
+    for stage in [*gpu.values(), *host.values()]:
+        stage.update({name: int(next(numbers, 1.0) * size) for name, size in stage.items()})
+    found = replace(memory, gpu=gpu, host=host)
     fits = all(total(one) <= found.gpu_limit for one in found.gpu.values())
     assert found.trains is (fits and total(found.host[TRAINING]) <= found.host_limit)
 

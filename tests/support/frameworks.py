@@ -36,6 +36,11 @@ WIDTH = 16
 DTYPES = [torch.bfloat16, torch.float32]
 """What models are trained in: working copies that are speculated on, and parameters that are their own masters."""
 
+MARKS = [
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
