@@ -45,28 +45,20 @@ def fresh_native(monkeypatch):
 # -- every probe, whatever the machine -------------------------------------------------------------------------------
 
 
-def test_every_probe_survives_a_machine_without_any_file(tmp_path):
-    findings = diagnose(machine(tmp_path), QUICK_PROBES)
+@pytest.mark.parametrize("is_here", [True, False], ids=["this machine", "one without any file"])
+def test_every_probe_says_why_it_is_unknown_and_how_it_could_be_better(tmp_path, is_here):
+    findings = diagnose(Host() if is_here else machine(tmp_path), QUICK_PROBES)
     assert [finding.name for finding in findings] == [name for name, _ in PROBES]
     for finding in findings:
-        assert finding.status is not Status.BROKEN, finding
-        assert finding.detail
-        if finding.status is Status.UNKNOWN:
-            assert len(finding.detail) > 10, f"{finding.name} does not say why it is unknown"
+        assert is_here or finding.status is not Status.BROKEN, finding
+        assert len(finding.detail) > (10 if finding.status is Status.UNKNOWN else 0), finding
+        assert bool(finding.remedy) == (finding.status in (Status.BETTER, Status.BROKEN)), finding
 
 
-READ_FILES = (
-    "/proc/cpuinfo",
-    "/proc/filesystems",
-    "/proc/meminfo",
-    "/proc/self/cgroup",
-    "/proc/driver/nvidia/version",
-    "/sys/devices/system/cpu/online",
-    "/sys/devices/system/node/node0/cpulist",
-    "/sys/fs/cgroup/cpu.max",
-    "/sys/fs/resctrl/schemata",
-    "/sys/kernel/mm/transparent_hugepage/enabled",
-)
+OF_PROC = ["cpuinfo", "filesystems", "meminfo", "self/cgroup", "driver/nvidia/version"]
+OF_SYS = ["devices/system/cpu/online", "devices/system/node/node0/cpulist", "fs/cgroup/cpu.max", "fs/resctrl/schemata"]
+READ_FILES = [*(f"/proc/{name}" for name in OF_PROC), *(f"/sys/{name}" for name in OF_SYS)]
+READ_FILES.append("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.slow
@@ -81,12 +73,6 @@ def test_no_file_content_crashes_a_probe(tmp_path_factory, texts):
 def test_a_failing_probe_becomes_an_unknown_finding(tmp_path):
     (finding,) = diagnose(machine(tmp_path), [("luck", Mock(side_effect=RuntimeError("no such luck")))])
     assert finding == Finding("luck", Status.UNKNOWN, "RuntimeError: no such luck")
-
-
-def test_what_could_be_better_says_how(tmp_path):
-    for finding in diagnose(Host(), QUICK_PROBES):
-        mended = finding.status in (Status.BETTER, Status.BROKEN)
-        assert bool(finding.remedy) == mended, finding
 
 
 # -- what files say ---------------------------------------------------------------------------------------------------
@@ -142,12 +128,12 @@ def test_a_wrong_word_in_the_environment_is_broken_with_the_remedy(tmp_path, fre
 
 
 def test_a_forced_slower_isa_could_be_better(tmp_path, fresh_native):
-    available = native.available_isas()
-    fresh_native.setattr(native, "known_isas", lambda: {"best": "runnable", **dict.fromkeys(available, "runnable")})
-    fresh_native.setenv("SUPERADAM_ISA", available[-1])
-    finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": available[-1]}))
+    *others, slowest = native.available_isas()
+    fresh_native.setattr(native, "known_isas", lambda: dict.fromkeys(("best", *others, slowest), "runnable"))
+    fresh_native.setenv("SUPERADAM_ISA", slowest)
+    finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": slowest}))
     assert (finding.status, finding.remedy) == (Status.BETTER, "unset SUPERADAM_ISA")
-    assert finding.values["active"] == available[-1]
+    assert finding.values["active"] == slowest
 
 
 def test_kernels_that_were_not_compiled_could_be_better(tmp_path, fresh_native):
@@ -419,8 +405,7 @@ def test_shares_of_ranks_are_told(tmp_path):
         "rank 0: CPUs 0-2; rank 1: CPUs 3-5; rank 2: CPUs 6-7"
     )
     crowded = processor.ranks(machine(tmp_path, environment=environment, affinity=frozenset({4, 5})))
-    assert crowded.status is Status.BETTER
-    assert crowded.remedy == "torchrun --nproc-per-node 2"
+    assert (crowded.status, crowded.remedy) == (Status.BETTER, "torchrun --nproc-per-node 2")
     assert processor.ranks(machine(tmp_path)).detail == "one, which may use every CPU of this process"
     nonsense = machine(tmp_path, environment={"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "3"})
     assert processor.ranks(nonsense).status is processor.threads(nonsense).status is Status.BROKEN

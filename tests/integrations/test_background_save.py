@@ -45,20 +45,16 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 0) -> None:
         self.made.append(self)
-        self.taken = 0
-        self._left, self._passed = threading.Semaphore(count), threading.Event()
+        self._left, self._is_open = threading.Semaphore(count), False
         take = checkpoint_tensors.Planner.resolve_data
 
         def resolve_data(planner: Any, item: Any) -> Any:
-            self.taken += 1
-            if not self._passed.is_set():
-                self._left.acquire()
-            return take(planner, item)
+            return (self._is_open or self._left.acquire()) and take(planner, item)
 
         monkeypatch.setattr(checkpoint_tensors.Planner, "resolve_data", resolve_data)
 
     def open(self) -> None:
-        self._passed.set()
+        self._is_open = True
         self._left.release()
 
 
@@ -213,20 +209,26 @@ def test_memory_that_was_freed_before_is_refused(kind, waits, tmp_path):
     wait()
 
 
+def stepped_list(tensors: int = 1, numel: int = 4096, **options: Any) -> tuple[Any, Any]:
+    parameters = [torch.nn.Parameter(torch.ones(numel // 64, 64).bfloat16()) for _ in range(tensors)]
+    optimizer = SpeculativeCPUAdamW(parameters, **options)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return torch.nn.ParameterList(parameters), optimizer
+
+
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("smaller", [{}, {"moments": "8bit"}, {"master": "24bit"}], ids=str)
 def test_write_past_version_counters_before_the_save_is_saved(smaller, waits, tmp_path):
     """Although a working copy is saved as its rounded master, and only samples tell of the write."""
-    model = torch.nn.Linear(64, 64).bfloat16()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), **smaller)
-    for _ in range(2):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-    model.weight.data.zero_()
+    model, optimizer = stepped_list(**smaller)
+    model[0].data.zero_()
     save(tmp_path, model, optimizer, wait=waits)
-    other = torch.nn.Linear(64, 64).bfloat16()
-    load(tmp_path, other, SpeculativeCPUAdamW(other.parameters(), **smaller))
-    assert not other.weight.any()
+    other, other_optimizer = stepped_list(**smaller)
+    load(tmp_path, other, other_optimizer)
+    assert not other[0].any()
 
 
 class Tagged(Tensor):
@@ -311,11 +313,7 @@ def test_content_is_that_of_a_save_that_waits(kind, options, tmp_path, monkeypat
 @pytest.mark.parametrize("waits", [True, False])
 def test_torch_that_does_not_write_one_tensor_after_the_other_is_refused(waits, tmp_path, monkeypatch):
     """A tensor that was decoded has no memory any more when the next one is asked for."""
-    model = torch.nn.Linear(64, 64).bfloat16()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), moments="8bit", master="24bit")
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    model, optimizer = stepped_list(2, moments="8bit", master="24bit")
     values = filesystem._SerialCpuLoader.values
     monkeypatch.setattr(filesystem._SerialCpuLoader, "values", lambda loader: iter([*values(loader)]))
     with pytest.raises(CheckpointError, match=r"asks for a tensor before it has written the one before"):  # noqa: PT012
@@ -504,12 +502,7 @@ def test_copies_take_what_the_state_takes_and_the_next_save_uses_them_again(opti
 
     def measure():
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what was freed does not stay with the allocator
-        parameters = [torch.nn.Parameter(torch.ones(numel // 64, 64).bfloat16()) for _ in range(tensors)]
-        model = torch.nn.ParameterList(parameters)
-        optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
-        for parameter in model:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        model, optimizer = stepped_list(tensors, numel, **options)
         save(tmp_path / "first", model, optimizer)  # imports
         for copies in (each * tensors * numel, 0, 0):
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

@@ -1,6 +1,5 @@
 """A run that a GPU or the host cannot hold is refused before its weights are loaded, with what to do."""
 
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,10 @@ transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
 
-from superadam.cli.plan.presets import presets  # noqa: E402
+from support.presets import PRESETS, remembering  # noqa: E402
+
 from superadam.host.machine import Host  # noqa: E402
 from superadam.integrations.planned_memory import check_memory, setting_of  # noqa: E402
-from superadam.plan import memory  # noqa: E402
-from superadam.plan.activations import activations_of  # noqa: E402
 from superadam.plan.memory import Setting  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -29,11 +27,8 @@ GIB = 1 << 30
 @pytest.fixture(scope="module")
 def llama():
     """Return the configuration of a model whose activations are found once for each batch."""
-    find = functools.cache(lambda *sizes, **how: activations_of(config, *sizes, **how))
-    config = presets()["llama-3.1-8b"].config
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "activations_of", lambda _, *sizes, **how: find(*sizes, **how))
-        yield config
+    with remembering():
+        yield PRESETS["llama-3.1-8b"].config
 
 
 def host_of(folder: Path, gibibytes: int) -> Host:

@@ -87,17 +87,17 @@ def but(kind: str, instead: Callable[[Done], Done]) -> Program:
     return run
 
 
-def results_in(folder: Path) -> dict[str, Any]:
+def results_in(folder: Path) -> Any:
     (path,) = (path for path in folder.glob("*.json") if "trace" not in path.name)
-    results: dict[str, Any] = json.loads(path.read_text())
-    return results
+    return json.loads(path.read_text())
 
 
-def check(folder: Path, program: Program) -> tuple[int, dict[str, Any]]:
+def check(folder: Path, program: Program) -> tuple[int, Any, dict[str, str]]:
+    """Rehearse; return the exit status, the stages, and what each has come to."""
     status = gpu_check.check(folder, 1000.0, rehearses=True, runner=runner(program))
-    results = results_in(folder)
-    assert list(results["stages"]) == STAGES
-    return status, results
+    stages = results_in(folder)["stages"]
+    assert list(stages) == STAGES
+    return status, stages, {name: stage["outcome"] for name, stage in stages.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -107,14 +107,13 @@ def _no_sanitizer_and_no_rounds(monkeypatch):
 
 
 def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
-    status, results = check(tmp_path / "new", remembered)
-    outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
-    assert outcomes == {**dict.fromkeys(STAGES, "good"), "sanitizer": "left out"}, results
+    status, stages, outcomes = check(tmp_path / "new", remembered)
+    assert outcomes == {**dict.fromkeys(STAGES, "good"), "sanitizer": "left out"}, stages
     assert status == 0
-    assert results["rehearsal"] is True
+    assert results_in(tmp_path / "new")["rehearsal"] is True
     assert sorted(path.suffix for path in (tmp_path / "new").iterdir()) == [".json", ".json", ".png"]
     assert all(path.name.startswith("rehearsal-") for path in (tmp_path / "new").iterdir())
-    figures = {name: stage["figures"] for name, stage in results["stages"].items()}
+    figures = {name: stage["figures"] for name, stage in stages.items()}
     assert figures["tests"]["tests"] == {"passed": 6}
     (run,) = figures["verification"]["runs"]
     assert min(run["committed"], run["clipped"], run["skipped"], run["elements"]) > 0
@@ -133,26 +132,20 @@ def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
         assert name in printed, name
 
 
-def differing(done: Done) -> Done:
-    """Return the end of a verified run that found a difference; its report is of a right run, all the same."""
-    return Done(1, done.output + "NOT verified: 3 of 99 elements", done.seconds)
-
-
 @pytest.mark.parametrize(
     ("kind", "instead", "stage", "words"),
     [
         ("tests", lambda _: Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0), "tests", "tests/a.py::b"),
-        ("train", differing, "verification", "status 1: NOT verified"),
+        ("train", lambda done: Done(1, done.output + "NOT verified: 3", 1.0), "verification", "status 1: NOT verified"),
         ("rates", lambda done: Done(1, done.output + "RuntimeError: lost", 1.0), "rates", "RuntimeError: lost"),
         (sides.OVERLAPPED, lambda _: Done(1, "RuntimeError: lost", 1.0), "throughput", "RuntimeError: lost"),
     ],
 )
 def test_fault_is_a_failure_and_the_rest_goes_on(kind, instead, stage, words, tmp_path):
-    status, results = check(tmp_path, but(kind, instead))
+    status, stages, outcomes = check(tmp_path, but(kind, instead))
     assert status == 1
-    failed = {name: found for name, found in results["stages"].items() if found["outcome"] == "failed"}
-    assert list(failed) == [stage]
-    assert words in failed[stage]["detail"]
+    assert [name for name, outcome in outcomes.items() if outcome == "failed"] == [stage]
+    assert words in stages[stage]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -168,10 +161,8 @@ def test_fault_is_a_failure_and_the_rest_goes_on(kind, instead, stage, words, tm
     ],
 )
 def test_only_a_run_that_shows_something_is_right(change, words):
-    right = {
-        **{"committed": 5, "clipped": 5, "skipped": 1, "elements": 99},
-        **dict.fromkeys(("elements_differing", "parameters_differing", "steps_differing"), 0),
-    }
+    same = dict.fromkeys(("elements_differing", "parameters_differing", "steps_differing"), 0)
+    right = {"committed": 5, "clipped": 5, "skipped": 1, "elements": 99, **same}
     found = checks.what_is_wrong(Done(0, "", 1.0), {**right, **change})
     assert words in found
     assert bool(found) is bool(change)
@@ -185,11 +176,10 @@ def test_what_is_not_over_in_time_is_said(tmp_path):
         cut.append(kind_of(command))
         return Done(None, "", seconds)
 
-    status, results = check(tmp_path, run)
+    status, stages, outcomes = check(tmp_path, run)
     assert status == 0
-    outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
     assert outcomes == {**dict.fromkeys(STAGES, "shortened"), "verification": "left out", "sanitizer": "left out"}
-    figures = results["stages"]["throughput"]["figures"]
+    figures = stages["throughput"]["figures"]
     assert {row["outcome"] for row in figures["rows"]} == {"not over in time"}
     assert {verdict["answer"] for verdict in figures["verdicts"]} == {"unknown"}
     assert len(cut) == 5 + len(sides.PROGRAMS)
@@ -260,10 +250,7 @@ def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
 
     def refuse(model, side, batch, *arguments):
         if batch == 2:
-            try:
-                raise torch.OutOfMemoryError("full")
-            except torch.OutOfMemoryError as error:
-                raise RuntimeError("the worker failed") from error
+            raise RuntimeError("the worker failed") from torch.OutOfMemoryError("full")
         return steps(model, side, batch, *arguments)
 
     monkeypatch.setattr(throughput, "_steps", refuse)
@@ -437,13 +424,8 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
 @pytest.mark.subprocess
 def test_program_and_what_it_started_end_with_their_time(tmp_path):
     path = tmp_path / "child"
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(path)!r}, 'w').write(str(child.pid))\n"
-        "print('first line', flush=True)\n"
-        "time.sleep(60)\n"
-    )
+    code = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); "
+    code += f"open({str(path)!r}, 'w').write(str(child.pid)); print('first line', flush=True); time.sleep(60)"
     begin = time.monotonic()
     (done,) = programs.run([[sys.executable, "-c", code]], 6.0, {})
     assert time.monotonic() - begin < 30.0
