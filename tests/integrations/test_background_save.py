@@ -15,6 +15,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock
@@ -74,9 +75,7 @@ SCHEDULERS: dict[str, Callable[[], dict[str, Any]]] = {
 WAYS = [(torch.optim.AdamW, "plain"), *((SpeculativeCPUAdamW, way) for way in ("plain", "speculate", *SCHEDULERS))]
 
 
-def assert_saved(
-    path: Path, expected: Any, kind: Any, dtype: torch.dtype = torch.float32, extra: Any = None, **options: Any
-) -> None:
+def assert_saved(path, expected, kind, dtype=torch.float32, extra=None, **options) -> None:
     """Check what a new model and optimizer are once they were loaded."""
     other = make(kind, dtype, seed=9, **options)
     assert load(path, *other) == extra
@@ -144,8 +143,7 @@ def replace(model: Model) -> None:
 
 
 def load_another(model: Model, optimizer: Any) -> None:
-    other, other_optimizer = make(type(optimizer), model.scalar.dtype, seed=3)
-    train(other, other_optimizer)
+    other, other_optimizer = stepped(type(optimizer), model.scalar.dtype, seed=3)
     optimizer.load_state_dict(other_optimizer.state_dict())
     model.load_state_dict(other.state_dict())
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
@@ -344,16 +342,11 @@ def test_forked_process_saves_beside_a_save(tmp_path, monkeypatch):
 
 
 def test_threads_begin_their_saves_one_after_the_other(tmp_path):
-    paths = list[Path]()
-
     def begin(number):
-        paths.append(save(tmp_path / str(number), *make(SpeculativeCPUAdamW, seed=number), wait=False))
+        return save(tmp_path / str(number), *make(SpeculativeCPUAdamW, seed=number), wait=False)
 
-    threads = [threading.Thread(target=begin, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        paths = [*threads.map(begin, range(4))]
     wait()
     assert [path.exists() for path in paths] == [True] * 4
 
@@ -397,20 +390,18 @@ def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path, monkeypatc
 
     def begin(*given, begin=checkpoint_folder.begin):
         begun = begin(*given)
-        if not words:
-            signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGALRM)
         return begun
 
     def save_again(*_):
-        words.append("")
-        words[0] = told_of_failure(tmp_path, lambda: save(tmp_path, *pair, wait=False))
+        words.append(told_of_failure(tmp_path, lambda: save(tmp_path, *pair, wait=False)))
 
     before = signal.signal(signal.SIGALRM, save_again)
     monkeypatch.setattr(checkpoint_folder, "begin", begin)
     path = save(tmp_path, *pair, wait=False)
     signal.signal(signal.SIGALRM, before)
     wait()
-    assert "another process has been saving there" in words[0]
+    assert ["another process has been saving there" in one for one in words] == [True]
     assert path.exists()
 
 

@@ -260,7 +260,7 @@ def told_of_failure(folder: Path, work: Callable[[], object]) -> str:
         work()
     words = str(error.value)
     assert words.startswith(f"cannot save a checkpoint to {folder}: ")
-    assert words.endswith("earlier ones are as they were")
+    assert words.endswith("; earlier ones are as they were")
     assert "\n" not in words
     return words
 
@@ -602,7 +602,6 @@ def test_damaged_newest_one_is_never_passed_over_in_silence(pair, tmp_path):
     path = latest(tmp_path)
     assert path == newest
     assert f"load {older}, which is intact" in refused(path, *new())
-    (newest / "manifest.json").unlink()
     shutil.rmtree(newest)
     for _ in range(2):  # lost, then `latest` damaged
         with pytest.raises(CheckpointError) as error:
@@ -621,6 +620,5 @@ def test_file_called_latest_of_others_is_left_alone(pair, tmp_path):
     (tmp_path / ".lock").touch()
     with pytest.raises(CheckpointError, match=r"latest is missing or damaged"):
         latest(tmp_path)
-    assert "it holds latest, which was neither loaded into this optimizer nor saved from it" in refused_to_save(
-        tmp_path, *pair
-    )
+    words = "it holds latest, which was neither loaded into this optimizer nor saved from it"
+    assert words in refused_to_save(tmp_path, *pair)

@@ -141,10 +141,7 @@ def test_precision(dtype):
 
 
 def test_weights_that_are_averaged():
-    """They take the place of those that are trained while these are validated, and at the end.
-
-    They are written through `.data`, which masters show after the next step at the latest.
-    """
+    """They take the place of trained ones through `.data`, which masters show after the next step at the latest."""
     seen = []
     for scheduled in (False, True):
         averaging = [EMAWeightAveraging(decay=0.5)]

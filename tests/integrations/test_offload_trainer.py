@@ -96,13 +96,7 @@ def train_with(trainer: Trainer, **options: Any) -> None:
     trainer.train()
 
 
-def compare(
-    make: Callable[[], Trainer],
-    *,
-    plain: bool = True,
-    stock: bool = False,
-    drive: Callable[[Trainer], object] = lambda one: one.train(),
-) -> Trainer:
+def compare(make: Callable[[], Trainer], *, plain=True, stock=False, drive=lambda one: one.train()) -> Trainer:
     """Check that `offload` changes no bit of what a Trainer, made anew each time, comes to; return the one with it.
 
     The others are one with our optimizer and without a scheduler (`plain`), and the stock Trainer (`stock`).
@@ -212,16 +206,13 @@ def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path, name):
 class Grouped(Trainer):
     """Makes the optimizer itself, as derived Trainers do, with groups and a class of its own."""
 
-    kind: type[torch.optim.Optimizer] = torch.optim.Adam
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
             matrices = [one for one in self.model.parameters() if one.dim() > 1]
             others = [one for one in self.model.parameters() if one.dim() == 1]
             groups = [{"params": matrices, "lr": 3e-3}, {"params": others, "amsgrad": True}]
-            self.optimizer = self.kind(groups, lr=self.args.learning_rate, betas=(0.7, 0.9), fused=True)
-        optimizer: torch.optim.Optimizer = self.optimizer
-        return optimizer
+            self.optimizer = torch.optim.Adam(groups, lr=self.args.learning_rate, betas=(0.7, 0.9), fused=True)
+        return self.optimizer
 
 
 def test_a_trainer_that_makes_its_own_adam_has_its_bits(tmp_path):
@@ -262,10 +253,9 @@ def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path):
 
 def test_moments_are_stored_as_asked_for(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16)
-    with pytest.raises(ValueError, match="moments is 'half', expected 'fp32' or"):
-        offload(trainer, moments="half")
-    with pytest.raises(ValueError, match="master is 'half', expected 'fp32' or"):
-        offload(trainer, master="half")
+    for name in ("moments", "master"):
+        with pytest.raises(ValueError, match=f"{name} is 'half', expected 'fp32' or"):
+            offload(trainer, **{name: "half"})
     offload(trainer, moments="bf16", master="24bit")
     made = trainer.create_optimizer()
     assert (made.moments, made.master) == ("bf16", "24bit")
@@ -392,23 +382,23 @@ def test_resumed_training_is_that_which_never_stopped(tmp_path, moments, dtype):
 def test_files_are_mapped_for_the_checkpoint_alone(tmp_path):
     """What a program loads while training starts may lie in memory, which cannot be mapped."""
 
+    def load():
+        memory = io.BytesIO()
+        torch.save(torch.zeros(3), memory)
+        memory.seek(0)
+        torch.load(memory)
+
     class Loading(Trainer):
         def get_train_dataloader(self):
-            torch.load(self.saved())
+            load()
             return super().get_train_dataloader()
-
-        def saved(self):
-            memory = io.BytesIO()
-            torch.save(torch.zeros(3), memory)
-            memory.seek(0)
-            return memory
 
     for resume in (None, str(tmp_path / "checkpoint-4")):
         trainer = trainer_in(tmp_path, torch.bfloat16, save_strategy="steps", save_steps=4)
         trainer.__class__ = Loading
         offload(trainer, **SCHEDULER)
         trainer.create_optimizer_and_scheduler(num_training_steps=10)  # as some do before they train
-        torch.load(trainer.saved())
+        load()
         trainer.train(resume_from_checkpoint=resume)
 
 
