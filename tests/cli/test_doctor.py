@@ -237,22 +237,18 @@ def test_what_disturbs_the_measurement_is_told_beside_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(memory, "measure_bandwidth", measured)
     busy = memory.bandwidth(machine(tmp_path, files | {"/proc/loadavg": "3.20 1 1"}), 4 << 20)
-    assert busy.detail.endswith(
-        "; measured next to a load of 3.2 of the minute before and a quota that stopped its threads for 2.50 s, so "
-        "that it may be more"
-    )
+    disturbed = "a load of 3.2 of the minute before and a quota that stopped its threads for 2.50 s"
+    assert busy.detail.endswith(f"; measured next to {disturbed}, so that it may be more")
 
 
 def test_the_limit_of_the_control_group_is_told(tmp_path):
     files = {"/proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n", "/proc/self/cgroup": "0::/"}
-    assert memory.main_memory(machine(tmp_path, files)).detail.startswith(
-        "8.0 of 16.0 GiB available: the state of 715.8 million"
-    )
+    free = memory.main_memory(machine(tmp_path, files)).detail
+    assert free.startswith("8.0 of 16.0 GiB available: the state of 715.8 million")
     limit = {"/sys/fs/cgroup/memory.max": str(4 << 30), "/sys/fs/cgroup/memory.current": "0"}
-    assert memory.main_memory(machine(tmp_path, files | limit)).detail == (
-        "4.0 of 16.0 GiB available, where the control group allows 4.0: the state of 357.9 million parameters "
-        "(536.9 million with moments in bf16)"
-    )
+    limited = memory.main_memory(machine(tmp_path, files | limit)).detail
+    state = "the state of 357.9 million parameters (536.9 million with moments in bf16)"
+    assert limited == f"4.0 of 16.0 GiB available, where the control group allows 4.0: {state}"
 
 
 # -- partitions and accelerators -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -358,10 +359,8 @@ def test_hook_that_raises_leaves_no_untrue_sentence(kind, tmp_path):
     save(tmp_path, model, optimizer)
     with pytest.raises(CheckpointError) as error:
         load(tmp_path, model, optimizer)
-    assert str(error.value) == (
-        f"cannot load a checkpoint from {tmp_path}: ValueError: version 1 is too old; a part of it was loaded: load "
-        "again before training"
-    )
+    told = "ValueError: version 1 is too old; a part of it was loaded: load again before training"
+    assert str(error.value) == f"cannot load a checkpoint from {tmp_path}: {told}"
     model.hooked = None
     with pytest.raises(CheckpointError, match=r"hooked\._extra_state is present in it, expected absent"):
         load(tmp_path, model, optimizer)
@@ -482,12 +481,11 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
         if extra != "newer":
             save(start, *pair, extra=extra, keep=1)
     (start / ".save-00000009.feedbeef.part").mkdir()
+    save_newer = functools.partial(save, folder, *pair, extra="newer", keep=1)
     seen = []
     for number in range(0, 1000, 1 if os.environ.get("SUPERADAM_DEEP") == "1" else 5):
         shutil.copytree(start, folder)
-        code = exit_code_of_child(
-            lambda: killed_at(number, lambda: save(folder, *pair, extra="newer", keep=1))  # noqa: B023
-        )
+        code = exit_code_of_child(lambda: killed_at(number, save_newer))  # noqa: B023
         other = new(6)
         seen.append(load(folder, *other))
         assert content(*other) == states[seen[-1]]

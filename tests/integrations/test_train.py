@@ -59,10 +59,9 @@ def test_verified_run(device, dtype, overlap, capsys):
 
 
 def test_reports_add_up_and_runs_of_the_same_seed_alone_have_the_same_losses():
-    found, plain, other = (
-        run("--seed", seed, *words, out=f"run{number}")[1]
-        for number, (seed, *words) in enumerate([("3",), ("3", "--no-overlap"), ("4",)])
-    )
+    _, found = run("--seed", "3", out="found")
+    _, plain = run("--seed", "3", "--no-overlap", out="plain")
+    _, other = run("--seed", "4", out="other")
     assert found["losses"] == plain["losses"] != other["losses"]
     assert all(loss < found["losses"][0] for loss in found["losses"][3:])  # it learns
     assert 0.0 <= found["hidden_seconds"] <= found["work_seconds"]
