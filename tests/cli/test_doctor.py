@@ -397,9 +397,8 @@ def test_stdout_is_one_json_document_whatever_is_written_meanwhile():
 
 def test_shares_of_ranks_are_told(tmp_path):
     environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
-    assert processor.ranks(machine(tmp_path, environment=environment)).detail == (
-        "rank 0: CPUs 0-2; rank 1: CPUs 3-5; rank 2: CPUs 6-7"
-    )
+    shared = processor.ranks(machine(tmp_path, environment=environment))
+    assert shared.detail == "rank 0: CPUs 0-2; rank 1: CPUs 3-5; rank 2: CPUs 6-7"
     crowded = processor.ranks(machine(tmp_path, environment=environment, affinity=frozenset({4, 5})))
     assert (crowded.status, crowded.remedy) == (Status.BETTER, "torchrun --nproc-per-node 2")
     assert processor.ranks(machine(tmp_path)).detail == "one, which may use every CPU of this process"

@@ -13,7 +13,7 @@ transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
 
-from support.presets import PRESETS, remembering  # noqa: E402
+from support.presets import PRESETS, peaks_found_once  # noqa: E402, F401
 
 from superadam.host.machine import Host  # noqa: E402
 from superadam.integrations.planned_memory import check_memory, setting_of  # noqa: E402
@@ -22,13 +22,7 @@ from superadam.plan.memory import Setting  # noqa: E402
 pytestmark = pytest.mark.slow
 
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def llama():
-    """Return the configuration of a model whose activations are found once for each batch."""
-    with remembering():
-        yield PRESETS["llama-3.1-8b"].config
+LLAMA = PRESETS["llama-3.1-8b"].config
 
 
 def host_of(folder: Path, gibibytes: int) -> Host:
@@ -41,8 +35,8 @@ def test_what_cannot_be_planned_is_not_refused(tmp_path):
     check_memory(config, Setting(), 1, host_of(tmp_path, 1))
 
 
-def test_what_fits_is_not_refused(llama, tmp_path):
-    check_memory(llama, Setting(1, 1024), 80 * GIB, host_of(tmp_path, 512))
+def test_what_fits_is_not_refused(tmp_path):
+    check_memory(LLAMA, Setting(1, 1024), 80 * GIB, host_of(tmp_path, 512))
 
 
 @pytest.mark.parametrize(
@@ -58,9 +52,9 @@ def test_what_fits_is_not_refused(llama, tmp_path):
         (Setting(), 20, 2, r"; no option of this program suffices: train a smaller model"),
     ],
 )
-def test_what_does_not_fit_names_moment_and_remedies(llama, tmp_path, setting, gpu, host, words):
+def test_what_does_not_fit_names_moment_and_remedies(tmp_path, setting, gpu, host, words):
     with pytest.raises(MemoryError, match=r"^training needs about .* of the (GPU|host)'s memory") as error:
-        check_memory(llama, replace(setting, tokens=1024), gpu * GIB, host_of(tmp_path, host))
+        check_memory(LLAMA, replace(setting, tokens=1024), gpu * GIB, host_of(tmp_path, host))
     assert re.search(words, str(error.value))
 
 
