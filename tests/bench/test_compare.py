@@ -172,11 +172,9 @@ def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch)
 def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: 1)
-    monkeypatch.setattr(contests, "SMALL", (64, 100))
-    monkeypatch.setattr(contests, "MANY", (5, 7))
-    monkeypatch.setattr(contests, "SMALL_MODELS", ((1, 1 << 16),))
-    monkeypatch.setattr(contests, "FEW", ((1, 100),))
-    monkeypatch.setattr(contests, "REST", 0.0)
+    tiny = {"SMALL": (64, 100), "MANY": (5, 7), "SMALL_MODELS": ((1, 1 << 16),), "FEW": ((1, 100),), "REST": 0.0}
+    for name, value in tiny.items():
+        monkeypatch.setattr(contests, name, value)
     target = tmp_path / "bench.json"
     before = native.active_isa()
     words = ["--numel", "8192", "--pairs", "2", "--threads", "2", "1"]
@@ -186,16 +184,8 @@ def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp
     assert max(map(len, printed.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
     assert printed.count("ratio  ") == 1  # one header: one table
-    for word in (
-        "commit+speculate, norm",
-        "update",
-        "f32>bf16",
-        "bf16>bf16",
-        "5 x 1000, torch fused",
-        contests.FLOOR,
-        before,
-    ):
-        assert word in printed
+    words = ["commit+speculate, norm", "update", "f32>bf16", "bf16>bf16", "5 x 1000, torch fused", contests.FLOOR]
+    assert all(word in printed for word in [*words, before])
     read = json.loads(target.read_text())
     assert set(read) == {"environment", "packages", "openmp", "left_out", "passes", "contests", "overlap"}
     assert read["packages"] == {"torch": torch.__version__}
@@ -221,7 +211,7 @@ def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp
 
 def _page_of(result, folder):
     """Write the page and the picture of a result, twice, and look at both."""
-    page = folder / "page.md"
+    page, words = folder / "page.md", ["](page.svg)", "](bench.json)", "| 5 x 1,000 |", "| superadam |", contests.FLOOR]
     page.write_text("# Cost\n\n<!-- figures: python bench/step_cost.py -->\n<!-- end of figures -->\n\nWords.\n")
     for _ in range(2):
         assert step_cost.main([str(result), "--page", str(page)]) == 0
@@ -229,16 +219,7 @@ def _page_of(result, folder):
         assert text.startswith("# Cost\n")
         assert text.endswith("<!-- end of figures -->\n\nWords.\n")
         assert text.count("![") == 1
-        for word in (
-            "](page.svg)",
-            "](bench.json)",
-            "| 5 x 1,000 |",
-            "| superadam |",
-            "torch foreach",
-            contests.FLOOR,
-            "## bf16, 1 thread",
-        ):
-            assert word in text
+        assert all(word in text for word in [*words, "torch foreach", "## bf16, 1 thread"])
         assert hashlib.sha256(result.read_bytes()).hexdigest() in picture
     page.write_text("nothing")
     with pytest.raises(SystemExit):

@@ -42,8 +42,8 @@ def layout_of(*tensors: Tensor) -> FlatLayout:
     return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
 
 
-def spans(device: PacedDevice) -> list[tuple[Stream, float, float]]:
-    return [(busy.stream, busy.begin, busy.end) for busy in device.busy]
+def durations(device: PacedDevice) -> list[float]:
+    return [busy.end - busy.begin for busy in device.busy]
 
 
 def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeypatch):
@@ -61,9 +61,6 @@ def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeyp
     thread.start()
     thread.join()
     assert device.own_seconds == 4.0
-
-
-# ---- clocks ----------------------------------------------------------------------------------------------------------
 
 
 def test_work_returns_at_once_and_takes_its_time_one_thing_after_another():
@@ -104,7 +101,7 @@ def test_every_stream_is_a_queue_and_waits_order_streams(actions):
             begun[one] = max(begun[one], event.passed_at())
         else:
             device.spend(one, other, "")
-            stream, begin, end = spans(device)[-1]
+            stream, _, begin, end = device.busy[-1]
             assert stream is one
             assert begin == max(clock.now, begun[one])  # as early as it may
             assert end - begin == other
@@ -126,14 +123,8 @@ def test_everything_takes_its_bytes_at_its_rate():
     source, target = device.host_empty(64, torch.float32).fill_(3.0), torch.zeros(64)
     device.scatter([source], [target])  # crosses the link
     assert torch.equal(target, source)
-    assert [end - begin for _, begin, end in spans(device)] == [
-        (128 + 256) / 1024.0,
-        256 / 64.0,
-        256 / 128.0,
-        256 / 64.0,
-        2 * 256 / 1024.0,
-        256 / 1024.0 + 256 / 128.0,
-    ]
+    down, up, packing = 256 / 64.0, 256 / 128.0, (128 + 256) / 1024.0
+    assert durations(device) == [packing, down, up, down, 2 * 256 / 1024.0, 256 / 1024.0 + up]
 
 
 def test_a_step_on_the_device_moves_its_state_twice():
@@ -144,16 +135,13 @@ def test_a_step_on_the_device_moves_its_state_twice():
     gradient, parameter = torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
     step = ResidentStep(high, exp_avg, exp_avg_sq, None, gradient, parameter, 0, *exponents, low)
     device.update([step], [Coefficients.at_step(HYPERPARAMETERS, 1)])
-    assert spans(device)[-1][2] - spans(device)[-1][1] == (64 * (2 * 5 + 2 + 2) + 2 * 2) / 1024.0
+    assert durations(device)[-1] == (64 * (2 * 5 + 2 + 2) + 2 * 2) / 1024.0
     master = (high.int() << 16 | low.int() << 8).view(torch.float32)
     assert torch.equal(master.bfloat16(), parameter)
     assert all(bool(tensor.all()) for tensor in (master, exp_avg, exp_avg_sq, *exponents))
     step = ResidentStep(*torch.zeros(3, 64), None, gradient, parameter, 0)
     device.update([step], [Coefficients.at_step(HYPERPARAMETERS, 1)])
-    assert spans(device)[-1][2] - spans(device)[-1][1] == 64 * (6 * 4 + 2 + 2) / 1024.0
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
+    assert durations(device)[-1] == 64 * (6 * 4 + 2 + 2) / 1024.0
 
 
 def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed():
@@ -185,8 +173,6 @@ def test_it_knows_its_free_memory_and_has_every_core():
     worker.close()
 
 
-# ---- bits ------------------------------------------------------------------------------------------------------------
-
 SWIFT = Rates(1e15, 1e15, 1e15)
 
 
@@ -194,18 +180,14 @@ def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device():
     """Every step is clipped, and every element uncertain: on the host, all but the norm comes after backward."""
     model = mlp(torch.bfloat16)
     optimizer = adam(model, lr=0.1, max_grad_norm=1e-6)
-    with OffloadScheduler(
-        optimizer, model, bucket_numel=70, device=PacedDevice(SWIFT, free_bytes=1 << 20)
-    ) as scheduler:
+    device = PacedDevice(SWIFT, free_bytes=1 << 20)
+    with OffloadScheduler(optimizer, model, bucket_numel=70, device=device) as scheduler:
         for step in range(60):
             train(model, optimizer, range(step, step + 1))
             if scheduler.placement.gpu_buckets:
                 break
         assert scheduler.placement.gpu_buckets > 0
         assert scheduler.statistics.waiting_buckets > 0
-
-
-# ---- constants -------------------------------------------------------------------------------------------------------
 
 
 def test_constants_reach_the_host_where_they_are():
@@ -225,7 +207,7 @@ def test_constants_reach_the_host_where_they_are():
     device.copy(host, packed, Stream.DOWNLOAD)
     assert host.data_ptr() == packed.data_ptr() == memory[128:].data_ptr()
     assert torch.equal(host, memory[128:256])
-    assert spans(device)[-1][2] - spans(device)[-1][1] == 256 / 64.0
+    assert durations(device)[-1] == 256 / 64.0
     view = host[:64]
     del host, packed, gradients
     gc.collect()
@@ -235,25 +217,19 @@ def test_constants_reach_the_host_where_they_are():
     assert is_all_free()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda memory: [constant(memory, 64, 64), constant(memory, 0, 64)],  # in another order
-        lambda memory: [constant(memory, 0, 64), constant(memory, 128, 64)],  # apart
-        lambda memory: [constant(memory, 0, 64), constant(memory, 64, 64).clone()],  # not constant
-        lambda memory: [constant(memory, 0, 64), memory[64:192:2]],  # not dense
-    ],
-)
-def test_gradients_that_lie_otherwise_are_copied(change):
+def test_gradients_that_lie_otherwise_are_copied():
     memory = torch.randn(192).to(torch.bfloat16)
     device, _ = clocked(constants=[memory])
-    gradients = change(memory)
     layout = layout_of(*[torch.zeros(64, dtype=torch.bfloat16)] * 2)
-    packed = device.pack(gradients, layout, torch.bfloat16)
-    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-    assert not begin <= packed.data_ptr() < end
-    for view, gradient in zip(layout.views(packed), gradients, strict=True):
-        assert torch.equal(view, gradient)
+    for gradients in (
+        [constant(memory, 64, 64), constant(memory, 0, 64)],  # in another order
+        [constant(memory, 0, 64), constant(memory, 128, 64)],  # apart
+        [constant(memory, 0, 64), constant(memory, 64, 64).clone()],  # not constant
+        [constant(memory, 0, 64), memory[64:192:2]],  # not dense
+    ):
+        packed = device.pack(gradients, layout, torch.bfloat16)
+        assert not memory.data_ptr() <= packed.data_ptr() < memory.data_ptr() + memory.nbytes
+        assert all(map(torch.equal, layout.views(packed), gradients))
     wide = device.pack([constant(memory, 0, 64), constant(memory, 64, 64)], layout, torch.float32)
     assert torch.equal(wide, memory[:128].float())
     wide = device.pack([constant(memory, 0, 64)], layout_of(torch.zeros(64)), torch.float32)
@@ -268,12 +244,8 @@ def test_constants_give_the_state_of_plain_steps(kept):
     optimizer, twin = pacing._optimizer(model, 1e-5, [norms]), pacing._optimizer(plain, 1e-5, [norms])
     model.device = plain.device = PacedDevice(SWIFT, constants=gradients.sets, norms=gradients.sums)
     used = [[one.clone() for one in gradients.sets]]
-    with (
-        without_samples(),
-        OffloadScheduler(
-            optimizer, model, bucket_numel=5000, gpu_buckets=kept, num_threads=2, device=model.device
-        ) as scheduler,
-    ):
+    options = {"bucket_numel": 5000, "gpu_buckets": kept, "num_threads": 2, "device": model.device}
+    with without_samples(), OffloadScheduler(optimizer, model, **options) as scheduler:
         side = pacing.Side("", model, functools.partial(pacing._step, model, optimizer), scheduler)
         clipped = [side.iterate() for _ in range(13)]
         scheduler.synchronize()
@@ -312,10 +284,8 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
     optimizer = pacing._optimizer(model, 1e-5, [gradients.norms])
     model.device = PacedDevice(SWIFT, constants=gradients.sets, norms=gradients.sums)
     model.forward_seconds, model.backward_seconds = 0.002, 0.004
-    with (
-        without_samples(),
-        OffloadScheduler(optimizer, model, bucket_numel=1280, num_threads=1, device=model.device) as scheduler,
-    ):
+    options = {"bucket_numel": 1280, "num_threads": 1, "device": model.device}
+    with without_samples(), OffloadScheduler(optimizer, model, **options) as scheduler:
         side = pacing.Side("auto", model, functools.partial(pacing._step, model, optimizer), scheduler)
         for _ in range(2):
             side.turn(5)

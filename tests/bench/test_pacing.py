@@ -21,15 +21,9 @@ from superadam.plan.events import Passes
 TINY = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "2"]
 
 
-@pytest.fixture
-def brief(monkeypatch):
-    """Let no more iterations be made than one of each kind needs."""
-    monkeypatch.setattr(pacing, "CLIP_EVERY", 4)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("brief")
 def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(pacing, "CLIP_EVERY", 4)  # no more iterations than one of each kind needs
     monkeypatch.setenv("COLUMNS", "80")
     target = tmp_path / "pacing.json"
     before = torch.get_num_threads(), native.get_num_threads()
@@ -137,10 +131,15 @@ def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold():
     assert pacing.sweep(dataclasses.replace(default, num_threads=1), 1000, 0.0)[0].gpu_buckets == 0
 
 
-def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock():
-    model = TimedModel(Gradients([64] * 1))
+def clock_and_side(tensors: int) -> tuple[pacing.Side, pacing.Side]:
+    model = TimedModel(Gradients([64] * tensors))
     clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
     clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
+    return clock, side
+
+
+def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock():
+    clock, side = clock_and_side(1)
     for seconds, expected in ((9.0, 1.0), (10.0, 1.0), (11.0, 0.75), (14.0, 0.0), (20.0, 0.0)):
         side.seconds[False], side.seconds[True] = [seconds, 1.0, 99.0], [77.0]
         result = pacing._result(side, clock, adam=4.0, counts_clipped=False)
@@ -148,9 +147,7 @@ def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock
 
 
 def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for():
-    model = TimedModel(Gradients([64] * 2))
-    clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
-    clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
+    clock, side = clock_and_side(2)
     side.seconds[False], side.seconds[True] = [10.0, 11.0, 99.0], [14.0, 15.0, 10.0, 16.0, 14.0]
     side.accepted, side.redone = 4, 8
     result = pacing._result(side, clock, adam=16.0, counts_clipped=True)

@@ -1,6 +1,5 @@
 """Published figures: every row is in the table, and documents and presets have what the commands print."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,20 +8,12 @@ pytest.importorskip("transformers")
 
 import published as command
 from measures import published
-from support.presets import remembering
-
-from superadam.cli.plan.presets import presets
+from support.presets import PRESETS, peaks_found_once  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text()
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _remembering() -> Iterator[None]:
-    with remembering():
-        yield
 
 
 def test_every_row_is_predicted_or_says_what_it_lacks() -> None:
@@ -41,7 +32,7 @@ def test_the_page_has_what_the_command_prints(what: str, capsys: pytest.CaptureF
     assert capsys.readouterr().out in PAGE
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_say_what_a_plan_expects(name: str) -> None:
     row, line = published.expectation(name)
     assert row in PAGE

@@ -73,10 +73,7 @@ def test_a_drift_is_that_of_masters(exact_one):
 
 
 def test_formats_of_others_round_what_they_say():
-    for name, of_moments, of_masters in (
-        ("bf16 moments to nearest", True, False),
-        ("bf16 master to nearest", False, True),
-    ):
+    for name, of_moments in (("bf16 moments to nearest", True), ("bf16 master to nearest", False)):
         (parameter, _) = _with_gradients(torch.bfloat16)
         side = FORMATS[name].make([{"params": [parameter], "weight_decay": 0.0}], BETAS)
         assert isinstance(side, OverMasters)
@@ -85,12 +82,9 @@ def test_formats_of_others_round_what_they_say():
             side.step(1e-3)
         (state,) = side._optimizer.state.values()
         (master,) = side.masters()
-        for tensor, is_rounded in (
-            (state["exp_avg"], of_moments),
-            (state["exp_avg_sq"], of_moments),
-            (master, of_masters),
-        ):
-            assert torch.equal(tensor, tensor.bfloat16().float()) is is_rounded
+        tensors = state["exp_avg"], state["exp_avg_sq"], master
+        is_rounded = [torch.equal(tensor, tensor.bfloat16().float()) for tensor in tensors]
+        assert is_rounded == [of_moments, of_moments, not of_moments]
         assert torch.equal(parameter.detach().flatten(), master.bfloat16())
 
 
@@ -104,7 +98,6 @@ def test_the_spread_of_runs_is_that_of_one_more():
 
 @pytest.fixture
 def words(tmp_path, monkeypatch):
-    """Return the words of a tiny run, over short texts."""
     made = [
         state_training.Text.of(name, "".join(f"{name} {number}\n" for number in range(1000)).encode(), 48)
         for name in ("text", "other")
@@ -146,9 +139,8 @@ def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
     assert scratch["errors"].keys() == {"8bit", "bf16 moments to nearest"}
     assert tuned["drifts"].keys() == set(formats[1:])
     for row in runs.values():
-        assert [step for step, _ in row["held_out"]] == [
-            n * (2 if row["run"]["part"] == FROM_SCRATCH else 1) for n in range(1, 6)
-        ]
+        every = 2 if row["run"]["part"] == FROM_SCRATCH else 1
+        assert [step for step, _ in row["held_out"]] == [every * n for n in range(1, 6)]
         assert 0.0 < row["held_out"][-1][1] < 6.0
     assert len({row["sha256"] for row in runs.values()}) > len(formats) + 1  # formats and seeds change weights
 

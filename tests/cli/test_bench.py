@@ -30,21 +30,11 @@ STATE = ("master", "exp_avg", "exp_avg_sq")
 PLANES = ("master_low", "exp_avg_exponents", "exp_avg_sq_exponents")
 
 
-# -- pairs ------------------------------------------------------------------------------------------------------------
-
-
-def test_pairs_alternate_and_both_sides_are_warmed_alike():
-    clock = Clock()
-    ours, theirs = (clock.action(name, itertools.repeat(1.0)) for name in "ab")
-    compare(ours, theirs, 4, clock=clock)
-    assert "".join(clock.log) == "ab" * WARM_UPS + "ab" + "ba" + "ab" + "ba"
-
-
-def test_what_goes_before_a_run_is_not_timed():
+def test_pairs_alternate_both_sides_are_warmed_alike_and_what_goes_before_a_run_is_not_timed():
     clock = Clock()
     ours, theirs, renew, other = (clock.action(name, itertools.repeat(1.0)) for name in "abxy")
-    found = compare(ours, theirs, 2, before=(renew, other), clock=clock)
-    assert "".join(clock.log) == "xayb" * WARM_UPS + "xayb" + "ybxa"
+    found = compare(ours, theirs, 4, before=(renew, other), clock=clock)
+    assert "".join(clock.log) == "xayb" * WARM_UPS + ("xayb" + "ybxa") * 2
     assert (found.first.median, found.second.median) == (1.0, 1.0)
 
 
@@ -71,16 +61,11 @@ def test_a_spread_is_ordered_and_inside_the_values(values):
 
 def test_the_fastest_is_the_one_with_the_shortest_run():
     clock = Clock()
-    noisy = clock.action("noisy", iter([9.0, 1.0, 9.0]))
-    steady = clock.action("steady", itertools.repeat(2.0))
-    before = clock.action("before", itertools.repeat(5.0))
+    noisy = clock.action("n", iter([9.0, 1.0, 9.0]))
+    steady = clock.action("s", itertools.repeat(2.0))
+    before = clock.action("b", itertools.repeat(5.0))
     assert fastest([steady, noisy], 2, before, clock=clock) == 1
-    assert clock.log == [
-        "steady",
-        "noisy",
-        *["before", "steady", "before", "noisy"],
-        *["before", "noisy", "before", "steady"],
-    ]
+    assert "".join(clock.log) == "sn" + "bsbn" + "bnbs"
 
 
 def test_runs_by_themselves_are_timed_after_warm_ups():
@@ -88,9 +73,6 @@ def test_runs_by_themselves_are_timed_after_warm_ups():
     seconds = times_of(lambda: runs.append(None), 3)
     assert (len(runs), len(seconds)) == (WARM_UPS + 3, 3)
     assert min(seconds) >= 0.0
-
-
-# -- traffic ----------------------------------------------------------------------------------------------------------
 
 
 def checksum(arrays: PassArrays, *names: str) -> int:
@@ -174,19 +156,12 @@ def test_traffic_that_does_not_fit_is_refused():
         native.move_like(Pass.NORM, arrays.segments(with_norm=False).repeat(2), burst=32, **how)
 
 
-BYTES = [  # the design's table, and its fp32 gradients
-    (Pass.NORM, Dtype.FLOAT32, Dtype.BFLOAT16, 4),
-    (Pass.SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 18),
-    (Pass.COMMIT, Dtype.FLOAT32, Dtype.BFLOAT16, 28),
-    (Pass.COMMIT_AND_SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 34),
-    (Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16, 30),
-    (Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE, 26),
-    (Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64, 64),
-]
-
-
 def test_bytes_per_element():
-    assert [bytes_per_element(which, gradient, out) for which, gradient, out, _ in BYTES] == [row[3] for row in BYTES]
+    of_the_design = {Pass.NORM: 4, Pass.SPECULATE: 18, Pass.COMMIT: 28, Pass.COMMIT_AND_SPECULATE: 34, Pass.UPDATE: 30}
+    for which, size in of_the_design.items():
+        assert bytes_per_element(which, Dtype.FLOAT32, Dtype.BFLOAT16) == size
+    assert bytes_per_element(Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE) == 26
+    assert bytes_per_element(Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64) == 64
     others = {  # than the state, and how often that is read or written
         Pass.NORM: (2, 0),
         Pass.SPECULATE: (4, 1),
@@ -201,9 +176,6 @@ def test_bytes_per_element():
         for which, (other, times) in others.items():
             assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + times * state
         assert arrays.coefficients["turn"] != 0
-
-
-# -- passes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -221,56 +193,50 @@ def test_every_pass_is_measured_in_every_setting(dtype, form, isa):
         assert 0 < row.comparison.ratio.lower <= row.comparison.ratio.median <= row.comparison.ratio.upper
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(monkeypatch, capsys, tmp_path):
+    """Return what runs the command, and returns what it printed and its JSON."""
     monkeypatch.setattr(command, "NUMEL", 8192)
     monkeypatch.setattr(command, "PAIRS", 2)
     monkeypatch.setenv("COLUMNS", "80")
 
+    def run(*words):
+        target = tmp_path / "bench.json"
+        assert cli.main(["bench", "--isa", "scalar", "--threads", "2", *words, "--json", str(target)]) == 0
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= 80
+        assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+        return printed, json.loads(target.read_text())
 
-@pytest.mark.usefixtures("tiny")
-def test_the_command_prints_one_table_and_writes_json(capsys, tmp_path):
-    target = tmp_path / "bench.json"
-    assert cli.main(["bench", "--isa", "scalar", "--threads", "2", "--json", str(target)]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+    return run
+
+
+def test_the_command_prints_one_table_and_writes_json(tiny):
+    printed, read = tiny()
     assert printed.count("ratio  ") == 1  # one header: one table
     for word in ("commit+speculate, norm", "update", "scalar, 2 thr., bf16>bf16", "bench/compare.py", "bench/pace.py"):
         assert word in printed
-    read = json.loads(target.read_text())
     assert set(read) == {"environment", "passes"}
     assert read["environment"]["isa"] == native.active_isa()
-    assert [(row["pass"], row["norm"]) for row in read["passes"]] == [
-        (which.name.lower(), with_norm) for which, with_norm in passes.PASSES
-    ]
+    names = [(which.name.lower(), with_norm) for which, with_norm in passes.PASSES]
+    assert [(row["pass"], row["norm"]) for row in read["passes"]] == names
     for row in read["passes"]:
         assert (row["isa"], row["threads"], row["pairs"], row["numel"]) == ("scalar", 2, 2, 8192)
         assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
         assert row["seconds"]["median"] > 0
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(
     ("moments", "master", "commit_bytes", "update_bytes"),
     [("bf16", "fp32", 18, 20), ("8bit", "24bit", 12.0625, 14.0625), ("fp32", "24bit", 24, 26)],
 )
-def test_the_command_says_how_state_is_stored(moments, master, commit_bytes, update_bytes, capsys, tmp_path):
-    target, words = tmp_path / "bench.json", ["--moments", moments, "--master", master]
-    assert cli.main(["bench", "--isa", "scalar", "--threads", "1", *words, "--json", str(target)]) == 0
-    printed = capsys.readouterr().out
+def test_the_command_says_how_state_is_stored(moments, master, commit_bytes, update_bytes, tiny):
+    printed, read = tiny("--moments", moments, "--master", master)
     names = [name.replace("fp", "f") for name in (master, moments)]
     assert f"bf16>bf16, {'+'.join(names)} " in printed
-    assert max(map(len, printed.splitlines())) <= 80
-    rows = json.loads(target.read_text())["passes"]
-    assert all([row["master"], row["moments"]] == names for row in rows)
-    assert {(row["pass"], row["bytes_per_element"]) for row in rows} > {
-        ("commit", commit_bytes),
-        ("update", update_bytes),
-    }
+    assert all([row["master"], row["moments"]] == names for row in read["passes"])
+    found = {(row["pass"], row["bytes_per_element"]) for row in read["passes"]}
+    assert found > {("commit", commit_bytes), ("update", update_bytes)}
 
 
 @pytest.mark.usefixtures("tiny")

@@ -32,19 +32,16 @@ def test_help_lists_the_commands_also_where_none_is_named(capsys):
     assert capsys.readouterr() == printed
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "sentence"),
-    [
-        (UsageError("there is no such thing; give another"), 2, "superadam: there is no such thing; give another\n"),
-        (KeyboardInterrupt(), 130, "superadam: interrupted\n"),
-    ],
-)
-def test_errors_for_people_are_one_sentence(error, status, sentence, monkeypatch, capsys):
+def test_errors_for_people_are_one_sentence_and_others_keep_their_traceback(monkeypatch, capsys):
     parser = argparse.ArgumentParser(prog="superadam")
-    parser.set_defaults(run=Mock(side_effect=error))
+    errors = [UsageError("there is no such thing; give another"), KeyboardInterrupt(), ValueError("a fault")]
+    parser.set_defaults(run=Mock(side_effect=errors))
     monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
-    assert main([]) == status
-    assert capsys.readouterr().err == sentence
+    for status, sentence in ((2, "there is no such thing; give another"), (130, "interrupted")):
+        assert main([]) == status
+        assert capsys.readouterr().err == f"superadam: {sentence}\n"
+    with pytest.raises(ValueError, match="a fault"):
+        main([])
 
 
 @pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["bench"]])
@@ -87,14 +84,6 @@ def test_the_package_without_torch_says_so_at_first_use():
     assert done.returncode == 2
     assert done.stdout.startswith("superadam needs torch (")
     assert done.stderr.count("\n") == 1
-
-
-def test_other_errors_keep_their_traceback(monkeypatch):
-    parser = argparse.ArgumentParser(prog="superadam")
-    parser.set_defaults(run=Mock(side_effect=ValueError("a fault")))
-    monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
-    with pytest.raises(ValueError, match="a fault"):
-        main([])
 
 
 def test_version_is_told(capsys):

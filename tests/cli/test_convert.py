@@ -42,19 +42,10 @@ def test_a_usual_configuration_becomes_arguments() -> None:
     assert calls["SpeculativeCPUAdamW"] == {**options, "moments": "bf16"}
     assert calls["fully_shard"] == {"reshard_after_forward": True}
     assert calls["offload"] == {"moments": "bf16"}
-    assert calls["TrainingArguments"] == {
-        "learning_rate": 1e-5,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.95,
-        "adam_epsilon": 1e-8,
-        "weight_decay": 0.1,
-        "max_grad_norm": 1.0,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 10,
-        "max_steps": 100,
-    }
+    adam = {"learning_rate": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "weight_decay": 0.1}
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_grad_norm": 1.0}
+    schedule = {"lr_scheduler_type": "linear", "warmup_steps": 10, "max_steps": 100}
+    assert calls["TrainingArguments"] == adam | batch | schedule
 
 
 def test_the_arguments_exist(tmp_path: Path) -> None:
@@ -75,10 +66,8 @@ def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any], e
 
 
 def test_adam_without_adam_w_mode_decays_by_the_gradient() -> None:
-    kinds = [
-        next(iter(calls_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": mode}}}))) for mode in (True, False)
-    ]
-    assert kinds == ["SpeculativeCPUAdamW", "SpeculativeCPUAdam"]
+    for mode, kind in ((True, "SpeculativeCPUAdamW"), (False, "SpeculativeCPUAdam")):
+        assert next(iter(calls_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": mode}}}))) == kind
 
 
 def listed() -> dict[str, str]:

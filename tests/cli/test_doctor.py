@@ -45,28 +45,20 @@ def fresh_native(monkeypatch):
 # -- every probe, whatever the machine -------------------------------------------------------------------------------
 
 
-def test_every_probe_survives_a_machine_without_any_file(tmp_path):
-    findings = diagnose(machine(tmp_path), QUICK_PROBES)
+@pytest.mark.parametrize("is_here", [True, False], ids=["this machine", "one without any file"])
+def test_every_probe_says_why_it_is_unknown_and_how_it_could_be_better(tmp_path, is_here):
+    findings = diagnose(Host() if is_here else machine(tmp_path), QUICK_PROBES)
     assert [finding.name for finding in findings] == [name for name, _ in PROBES]
     for finding in findings:
-        assert finding.status is not Status.BROKEN, finding
-        assert finding.detail
-        if finding.status is Status.UNKNOWN:
-            assert len(finding.detail) > 10, f"{finding.name} does not say why it is unknown"
+        assert is_here or finding.status is not Status.BROKEN, finding
+        assert len(finding.detail) > (10 if finding.status is Status.UNKNOWN else 0), finding
+        assert bool(finding.remedy) == (finding.status in (Status.BETTER, Status.BROKEN)), finding
 
 
-READ_FILES = (
-    "/proc/cpuinfo",
-    "/proc/filesystems",
-    "/proc/meminfo",
-    "/proc/self/cgroup",
-    "/proc/driver/nvidia/version",
-    "/sys/devices/system/cpu/online",
-    "/sys/devices/system/node/node0/cpulist",
-    "/sys/fs/cgroup/cpu.max",
-    "/sys/fs/resctrl/schemata",
-    "/sys/kernel/mm/transparent_hugepage/enabled",
-)
+OF_PROC = ["cpuinfo", "filesystems", "meminfo", "self/cgroup", "driver/nvidia/version"]
+OF_SYS = ["devices/system/cpu/online", "devices/system/node/node0/cpulist", "fs/cgroup/cpu.max", "fs/resctrl/schemata"]
+READ_FILES = [*(f"/proc/{name}" for name in OF_PROC), *(f"/sys/{name}" for name in OF_SYS)]
+READ_FILES.append("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.slow
@@ -83,15 +75,11 @@ def test_a_failing_probe_becomes_an_unknown_finding(tmp_path):
     assert finding == Finding("luck", Status.UNKNOWN, "RuntimeError: no such luck")
 
 
-def test_what_could_be_better_says_how(tmp_path):
-    for finding in diagnose(Host(), QUICK_PROBES):
-        mended = finding.status in (Status.BETTER, Status.BROKEN)
-        assert bool(finding.remedy) == mended, finding
-
-
 # -- what files say ---------------------------------------------------------------------------------------------------
 
-HUGE, RESCTRL = "/sys/kernel/mm/transparent_hugepage/enabled", {"/proc/filesystems": "nodev\tresctrl\n"}
+HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
+RESCTRL, WITHOUT_RESCTRL = {"/proc/filesystems": "nodev\tresctrl\n"}, {"/proc/filesystems": "nodev\tproc\n"}
+MPAM, MOUNT = {"/sys/firmware/acpi/tables/MPAM": "MPAM"}, "sudo mount -t resctrl resctrl /sys/fs/resctrl"
 TWO_NODES, ONE_OF_MEMORY = (
     {f"/sys/devices/system/node/node{node}/cpulist": cpus for node, cpus in enumerate(lists)}
     for lists in (("0-1", "2-3", ""), ("0-71", ""))
@@ -109,20 +97,10 @@ NUMACTL = "numactl --cpunodebind=0 --membind=0 COMMAND"
         (memory.huge_pages, {HUGE: "always [madvise] never"}, {}, "export THP_MEM_ALLOC_ENABLE=1"),
         (memory.huge_pages, {HUGE: "always [madvise] never"}, {"environment": {"THP_MEM_ALLOC_ENABLE": "1"}}, ""),
         (memory.huge_pages, {HUGE: "always madvise [never]"}, {"environment": {"THP_MEM_ALLOC_ENABLE": "1"}}, HUGE),
-        (processor.cache_partitioning, {"/proc/filesystems": "nodev\tproc\n"}, {}, ""),
+        (processor.cache_partitioning, WITHOUT_RESCTRL, {}, ""),
         (processor.cache_partitioning, RESCTRL | {"/proc/cpuinfo": "flags\t: fpu sse2\n"}, {}, ""),
-        (
-            processor.cache_partitioning,
-            RESCTRL | {"/proc/cpuinfo": "flags\t: fpu cat_l3 mba\n"},
-            {},
-            "sudo mount -t resctrl resctrl /sys/fs/resctrl",
-        ),
-        (
-            processor.cache_partitioning,
-            {"/proc/filesystems": "nodev\tproc\n", "/sys/firmware/acpi/tables/MPAM": "MPAM"},
-            {},
-            "boot a kernel with CONFIG_ARM64_MPAM=y",
-        ),
+        (processor.cache_partitioning, RESCTRL | {"/proc/cpuinfo": "flags\t: fpu cat_l3 mba\n"}, {}, MOUNT),
+        (processor.cache_partitioning, WITHOUT_RESCTRL | MPAM, {}, "boot a kernel with CONFIG_ARM64_MPAM=y"),
         (processor.cache_partitioning, {"/sys/fs/resctrl/schemata": "    MB:0=100\n    L3:0=fff\n"}, {}, ""),
     ],
 )
@@ -150,12 +128,12 @@ def test_a_wrong_word_in_the_environment_is_broken_with_the_remedy(tmp_path, fre
 
 
 def test_a_forced_slower_isa_could_be_better(tmp_path, fresh_native):
-    available = native.available_isas()
-    fresh_native.setattr(native, "known_isas", lambda: {"best": "runnable", **dict.fromkeys(available, "runnable")})
-    fresh_native.setenv("SUPERADAM_ISA", available[-1])
-    finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": available[-1]}))
+    *others, slowest = native.available_isas()
+    fresh_native.setattr(native, "known_isas", lambda: dict.fromkeys(("best", *others, slowest), "runnable"))
+    fresh_native.setenv("SUPERADAM_ISA", slowest)
+    finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": slowest}))
     assert (finding.status, finding.remedy) == (Status.BETTER, "unset SUPERADAM_ISA")
-    assert finding.values["active"] == available[-1]
+    assert finding.values["active"] == slowest
 
 
 def test_kernels_that_were_not_compiled_could_be_better(tmp_path, fresh_native):
@@ -167,33 +145,24 @@ def test_kernels_that_were_not_compiled_could_be_better(tmp_path, fresh_native):
     assert finding.remedy.startswith("pip install")
 
 
+VERSION_1 = {"cpu,cpuacct/job/cpu.cfs_quota_us": "250000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"}
+
+
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("group", "files", "quota"),
     [
-        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "max 100000"}, None),
-        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
-        (
-            {
-                "/proc/self/cgroup": "0::/a/b",
-                "/sys/fs/cgroup/a/cpu.max": "300000 100000",
-                "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
-            },
-            3.0,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "4:cpu,cpuacct:/job\n3:memory:/job",
-                "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "250000",
-                "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
-            },
-            2.5,
-        ),
-        ({"/proc/self/cgroup": "4:cpu:/", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}, None),
-        ({}, None),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0),
+        ("4:cpu,cpuacct:/job\n3:memory:/job", VERSION_1, 2.5),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1"}, None),
+        (None, {}, None),
     ],
 )
-def test_cpu_quota(tmp_path, files, quota):
-    assert processor.cpu_quota(machine(tmp_path, files)) == quota
+def test_cpu_quota(tmp_path, group, files, quota):
+    found = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
+    found |= {} if group is None else {"/proc/self/cgroup": group}
+    assert processor.cpu_quota(machine(tmp_path, found)) == quota
 
 
 @pytest.mark.parametrize(
@@ -268,22 +237,18 @@ def test_what_disturbs_the_measurement_is_told_beside_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(memory, "measure_bandwidth", measured)
     busy = memory.bandwidth(machine(tmp_path, files | {"/proc/loadavg": "3.20 1 1"}), 4 << 20)
-    assert busy.detail.endswith(
-        "; measured next to a load of 3.2 of the minute before and a quota that stopped its threads for 2.50 s, so "
-        "that it may be more"
-    )
+    disturbed = "a load of 3.2 of the minute before and a quota that stopped its threads for 2.50 s"
+    assert busy.detail.endswith(f"; measured next to {disturbed}, so that it may be more")
 
 
 def test_the_limit_of_the_control_group_is_told(tmp_path):
     files = {"/proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n", "/proc/self/cgroup": "0::/"}
-    assert memory.main_memory(machine(tmp_path, files)).detail.startswith(
-        "8.0 of 16.0 GiB available: the state of 715.8 million"
-    )
+    free = memory.main_memory(machine(tmp_path, files)).detail
+    assert free.startswith("8.0 of 16.0 GiB available: the state of 715.8 million")
     limit = {"/sys/fs/cgroup/memory.max": str(4 << 30), "/sys/fs/cgroup/memory.current": "0"}
-    assert memory.main_memory(machine(tmp_path, files | limit)).detail == (
-        "4.0 of 16.0 GiB available, where the control group allows 4.0: the state of 357.9 million parameters "
-        "(536.9 million with moments in bf16)"
-    )
+    limited = memory.main_memory(machine(tmp_path, files | limit)).detail
+    state = "the state of 357.9 million parameters (536.9 million with moments in bf16)"
+    assert limited == f"4.0 of 16.0 GiB available, where the control group allows 4.0: {state}"
 
 
 # -- partitions and accelerators -------------------------------------------------------------------------------------
@@ -432,12 +397,10 @@ def test_stdout_is_one_json_document_whatever_is_written_meanwhile():
 
 def test_shares_of_ranks_are_told(tmp_path):
     environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
-    assert processor.ranks(machine(tmp_path, environment=environment)).detail == (
-        "rank 0: CPUs 0-2; rank 1: CPUs 3-5; rank 2: CPUs 6-7"
-    )
+    shared = processor.ranks(machine(tmp_path, environment=environment))
+    assert shared.detail == "rank 0: CPUs 0-2; rank 1: CPUs 3-5; rank 2: CPUs 6-7"
     crowded = processor.ranks(machine(tmp_path, environment=environment, affinity=frozenset({4, 5})))
-    assert crowded.status is Status.BETTER
-    assert crowded.remedy == "torchrun --nproc-per-node 2"
+    assert (crowded.status, crowded.remedy) == (Status.BETTER, "torchrun --nproc-per-node 2")
     assert processor.ranks(machine(tmp_path)).detail == "one, which may use every CPU of this process"
     nonsense = machine(tmp_path, environment={"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "3"})
     assert processor.ranks(nonsense).status is processor.threads(nonsense).status is Status.BROKEN

@@ -28,7 +28,6 @@ def _little_memory(monkeypatch):
 
 @contextmanager
 def stdout_into(stream: IO[bytes], encoding: str = "utf-8") -> Iterator[None]:
-    """Let what is printed in this process go to a binary stream."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", io.TextIOWrapper(stream, encoding=encoding))
         yield

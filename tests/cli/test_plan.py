@@ -2,38 +2,26 @@
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from superadam.cli.main import main
+from superadam.cli.main import build_parser, main
 from superadam.cli.plan import command
 
 pytest.importorskip("transformers")
 
-from support.presets import remembering
+from support.presets import peaks_found_once  # noqa: F401
 
-SMALL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
+SMALL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "num_hidden_layers": 4}
+SMALL |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return a folder with a model, whose peaks are found once, as are those of presets."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(SMALL))
-    with remembering():
-        yield str(folder)
+    return str(folder)
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -61,9 +49,8 @@ def test_every_number_says_how_far_it_can_be_trusted(folder: str, capsys: pytest
     assert {path for path in numbers(found) if not path.startswith("/setting/")} == set()  # which are given
     assert found["parameters"]["kind"] == "exact"
     assert found["trains"] is True
-    assert [one["efficiency"] for one in found["times"]] == [
-        {"value": value, "kind": "assumed"} for value in (0.45, 0.55, 0.65)
-    ]
+    assumed = [{"value": value, "kind": "assumed"} for value in (0.45, 0.55, 0.65)]
+    assert [one["efficiency"] for one in found["times"]] == assumed
 
 
 def test_an_efficiency_that_is_given_replaces_the_range(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,9 +79,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "needs transformers; install it with: pip install 'superadam[plan]'" in err
 
 
-def test_measured_passes_are_a_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_passes_are_a_machine(monkeypatch, tmp_path, folder, capsys):
     monkeypatch.setattr("superadam.cli.bench.command.NUMEL", 4096)
     monkeypatch.setattr("superadam.cli.bench.command.PAIRS", 3)
     file = tmp_path / "here.toml"
@@ -108,7 +93,5 @@ def test_measured_passes_are_a_machine(
 
 def test_presets_bring_their_setting() -> None:
     words = ["plan", "qwen3-30b-a3b", "--seq", "1024"]
-    from superadam.cli.main import build_parser
-
     setting, machine = command.setting_of(build_parser().parse_args(words))
     assert (setting.ranks, setting.tokens, machine) == (2, 1024, "gh200")

@@ -23,10 +23,16 @@ from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError, begin, locate, look
 
 
+@contextlib.contextmanager
+def begun(folder: Path, states: Any = None) -> Iterator[Path]:
+    """Return the part that a save writes to, by who has the folder's state, and end without publishing it."""
+    with ExitStack() as stack:
+        yield begin(folder, stack, {look(folder).state} if states is None else states)
+
+
 def save(folder: Path, content: bytes = b"content", *, keep: int = 2, states: Any = None) -> Path:
     states = {look(folder).state} if states is None else states
-    with ExitStack() as stack:
-        part = begin(folder, stack, states)
+    with begun(folder, states) as part:
         files = {}
         for name in ("a", ".b"):
             (part / name).write_bytes(content)
@@ -48,10 +54,8 @@ def names(folder: Path) -> list[str]:
 
 def damages(content: bytes) -> Iterator[bytes | None]:
     """Yield what a file may have become: one bit flipped, at each byte; nothing, shorter, longer, or empty."""
-    for position in range(len(content)):
-        damaged = bytearray(content)
-        damaged[position] ^= 1 << position % 8
-        yield bytes(damaged)
+    for position, byte in enumerate(content):
+        yield content[:position] + bytes([byte ^ 1 << position % 8]) + content[position + 1 :]
     yield from (None, content[:-1], content + b"\n", b"")
 
 
@@ -108,9 +112,9 @@ def test_files_of_another_checkpoint_are_refused(tmp_path):
 
 
 def test_other_format_is_refused(tmp_path, monkeypatch):
-    with monkeypatch.context() as context:
-        context.setattr(checkpoint_folder, "FORMAT", 3)
-        path = save(tmp_path)
+    monkeypatch.setattr(checkpoint_folder, "FORMAT", 3)
+    path = save(tmp_path)
+    monkeypatch.undo()
     assert json.loads((path / "manifest.json").read_text())["format"] == 3
     with pytest.raises(CheckpointError, match=r"has format 3, expected 2$"):
         verify(tmp_path)
@@ -121,8 +125,8 @@ def test_failed_save_leaves_nothing_and_the_older_one(tmp_path):
     save(tmp_path)
     before, parts = names(tmp_path), set()
     for _ in range(3):
-        with ExitStack() as stack:
-            parts.add(part := begin(tmp_path, stack, {look(tmp_path).state}))
+        with begun(tmp_path) as part:
+            parts.add(part)
             (part / "a").write_bytes(b"half")
         assert names(tmp_path) == before
     assert len(parts) == 3
@@ -130,10 +134,11 @@ def test_failed_save_leaves_nothing_and_the_older_one(tmp_path):
 
 
 def test_files_that_rank_0_does_not_see_are_not_published(tmp_path):
-    with ExitStack() as stack:
-        part = begin(tmp_path, stack, {look(tmp_path).state})
-        with pytest.raises(CheckpointError, match="__1_0 is damaged: its bytes are none, expected 5"):
-            checkpoint_folder.publish(part, {"__1_0": (5, "0" * 64)}, 1, set())
+    with (
+        begun(tmp_path) as part,
+        pytest.raises(CheckpointError, match="__1_0 is damaged: its bytes are none, expected 5"),
+    ):
+        checkpoint_folder.publish(part, {"__1_0": (5, "0" * 64)}, 1, set())
     assert names(tmp_path) == [".lock"]
 
 
@@ -145,8 +150,7 @@ def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / others[0]).touch()
     (tmp_path / others[-1]).symlink_to("mine")  # cannot be deleted as a folder
-    with ExitStack() as stack:
-        part = begin(tmp_path, stack, {look(tmp_path).state})  # which needs the space
+    with begun(tmp_path) as part:  # which needs the space
         assert names(tmp_path) == sorted([*others, ".lock", part.name])
     save(tmp_path, keep=1)
     save(tmp_path, keep=1)
@@ -179,11 +183,10 @@ def test_interrupt_at_any_line_leaves_no_lock(tmp_path, monkeypatch):
 
 def test_save_under_way_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.3)
-    with ExitStack() as stack:
-        part = begin(tmp_path, stack, {look(tmp_path).state})
+    with begun(tmp_path) as part:
         words = r"another process has been saving there for 0\.3 seconds"
-        with pytest.raises(CheckpointError, match=words), ExitStack() as other:
-            begin(tmp_path, other, ())
+        with pytest.raises(CheckpointError, match=words), begun(tmp_path, ()):
+            pass
         assert part.is_dir()
     save(tmp_path)
 
@@ -217,8 +220,7 @@ def test_save_waits_for_the_end_of_another_one(tmp_path):
     has_ended = mmap.mmap(-1, 1)  # which both processes see
 
     def save_slowly():
-        with ExitStack() as stack:
-            begin(tmp_path, stack, ())
+        with begun(tmp_path, ()):
             child = os.fork()
             if child == 0:
                 time.sleep(60)

@@ -49,8 +49,10 @@ def training(*, dtype: torch.dtype = torch.bfloat16, is_sharded: bool = False, *
     return model, SpeculativeCPUAdamW(groups, lr=1.0, max_grad_norm=1.0, **options)
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def continued(folder: str, **options: Any) -> tuple[Any, Any]:
+    model, optimizer = training(**options)
+    assert deepspeed.load(DATA / folder, model, optimizer) == deepspeed_run.STEPS
+    return model, optimizer
 
 
 def loaded(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -58,15 +60,14 @@ def loaded(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            entry = optimizer.state[parameter]
-            found[f"{name}/fp32"] = whole(entry.get("master", parameter.detach()))
-            found |= {f"{name}/{key}": whole(entry[key]) for key in ("exp_avg", "exp_avg_sq")}
-            found[f"{name}/step"] = entry["step"]
+            entry = dict(optimizer.state[parameter])
+            entry["fp32"] = entry.pop("master", parameter.detach())
+            for key, value in entry.items():
+                found[f"{name}/{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
     return found
 
 
 def universal(folder: Path) -> dict[str, torch.Tensor]:
-    """Return what ds_to_universal wrote, read as DeepSpeed reads it."""
     found = {}
     for name in NAMES:
         for key in ("fp32", "exp_avg", "exp_avg_sq"):
@@ -103,8 +104,7 @@ def expected_losses(folder: str) -> list[float]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_run_goes_on_with_the_bits_and_losses_of_deepspeed(folder):
-    model, optimizer = training()
-    assert deepspeed.load(DATA / folder, model, optimizer) == deepspeed_run.STEPS
+    model, optimizer = continued(folder)
     found = loaded(model, optimizer)
     if (DATA / folder.partition("/")[0] / "universal").is_dir():
         assert_same(found, universal(DATA / folder.partition("/")[0] / "universal"))
@@ -124,15 +124,12 @@ def test_a_run_goes_on_with_the_bits_and_losses_of_deepspeed(folder):
 
 
 def test_an_fp32_model_takes_the_masters_themselves():
-    model, optimizer = training(dtype=torch.float32)
-    deepspeed.load(DATA / "zero3-2", model, optimizer)
-    assert_same(loaded(model, optimizer), universal(DATA / "zero3-2/universal"))
+    assert_same(loaded(*continued("zero3-2", dtype=torch.float32)), universal(DATA / "zero3-2/universal"))
 
 
 @on_ranks(2)
 def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank):
-    model, optimizer = training(is_sharded=True)
-    assert deepspeed.load(DATA / "zero3-2", model, optimizer) == deepspeed_run.STEPS
+    model, optimizer = continued("zero3-2", is_sharded=True)
     assert_same(loaded(model, optimizer), universal(DATA / "zero3-2/universal"))
     with OffloadScheduler(optimizer, model):
         losses = later_losses(model, optimizer, rank, 2)
@@ -150,9 +147,7 @@ def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is():
 
 
 def masters_on_ranks(rank: int, folder: str) -> None:
-    model, optimizer = training(is_sharded=True)
-    deepspeed.load(DATA / "zero3-2", model, optimizer)
-    deepspeed.save_fp32(folder, model, optimizer)
+    deepspeed.save_fp32(folder, *continued("zero3-2", is_sharded=True))
 
 
 @pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 10**9), (1, 200), (2, 10**9)])
@@ -161,9 +156,7 @@ def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes
     monkeypatch.setattr(fp32_weights, "FILE_BYTES", file_bytes)
     folder = tmp_path / "new" / "model"
     if ranks == 1:
-        model, optimizer = training()
-        deepspeed.load(DATA / "zero3-2", model, optimizer)
-        assert deepspeed.save_fp32(folder, model, optimizer) == folder
+        assert deepspeed.save_fp32(folder, *continued("zero3-2")) == folder
     else:
         run(masters_on_ranks, ranks, folder=str(folder))
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
@@ -194,8 +187,7 @@ def test_names_are_those_of_the_model_that_is_wrapped(tmp_path):
 
 
 def masters_without_memory(rank: int, folder: str) -> None:
-    model, optimizer = training(is_sharded=True)
-    deepspeed.load(DATA / "zero3-2", model, optimizer)
+    model, optimizer = continued("zero3-2", is_sharded=True)
     gather, left = fp32_weights._whole, [3]
 
     def gather_some(*arguments: Any) -> torch.Tensor:
@@ -218,8 +210,7 @@ def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(tmp_path)
 
 def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
-    model, optimizer = training(master="24bit", moments="bf16")
-    deepspeed.load(DATA / "zero2-1", model, optimizer)
+    model, optimizer = continued("zero2-1", master="24bit", moments="bf16")
     deepspeed.save_fp32(tmp_path / "model", model, optimizer)
     found = safetensors.load_file(tmp_path / "model/model.safetensors")
     assert torch.equal(found["up.weight"], optimizer.state[model.up.weight]["master"])
@@ -245,8 +236,7 @@ def test_masters_that_cannot_be_read_leave_nothing_behind(tmp_path):
 def test_one_file_of_masters_is_in_memory_at_a_time(tmp_path, monkeypatch):
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.setattr(fp32_weights, "FILE_BYTES", 200)
-    model, optimizer = training()
-    deepspeed.load(DATA / "zero3-2", model, optimizer)
+    model, optimizer = continued("zero3-2")
     written: list[Any] = []
     save_file, gather = safetensors.save_file, fp32_weights._whole
 

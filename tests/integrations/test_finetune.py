@@ -10,7 +10,7 @@ import runpy
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +20,7 @@ import support.frameworks  # noqa: F401 - nothing is looked up in a network
 import torch
 from support.presets import PRESETS
 from support.ranks import ENDED, run
+from support.visible import bits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
@@ -54,21 +55,12 @@ def folder(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_of, eos_token=special[1], pad_token=special[2])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(made / "model")
-    Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=128,
-        architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(made / "model")
-    lines = [
-        {"messages": [{"role": "user", "content": f"{i} + 1"}, {"role": "assistant", "content": f"is {i + 1}."}]}
-        for i in range(64)
-    ]
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = Qwen3Config(vocab_size=len(vocabulary), **sizes, **heads, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(made / "model")
+    talks = [[("user", f"{i} + 1"), ("assistant", f"is {i + 1}.")] for i in range(64)]
+    lines = [{"messages": [{"role": role, "content": said} for role, said in talk]} for talk in talks]
     (made / "data").mkdir()
     for split in ("train", "test"):
         (made / "data" / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -77,26 +69,13 @@ def folder(tmp_path_factory):
 
 def words_of(folder: Path, out: Path) -> list[str]:
     """Return the command's options: one core computes, so that the optimizer's work overlaps on another one."""
-    fixed = {
-        "model_name_or_path": folder / "model",
-        "dataset_name": folder / "data",
-        "output_dir": out,
-        "random_weights": True,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 8.0,
-        "assistant_only_loss": True,
-        "max_length": 48,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_steps": SAVED,
-        "logging_steps": 1,
-    }
-    return [f"--{name}={value}" for name, value in fixed.items()]
+    words = f"--max_steps={STEPS} --save_steps={SAVED} --logging_steps=1 --max_length=48 --assistant_only_loss=True"
+    words += " --learning_rate=0.01 --max_grad_norm=8.0 --random_weights=True --use_cpu=True --report_to=none"
+    paths = {"model_name_or_path": folder / "model", "dataset_name": folder / "data", "output_dir": out}
+    return [*words.split(), *(f"--{name}={path}" for name, path in paths.items())]
 
 
 def finetune(folder: Path, out: Path, *words: str) -> str:
-    """Run the example, in this process, and return what it printed."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", [str(SCRIPT), *words_of(folder, out), *words])
         runpy.run_path(str(SCRIPT))["main"]()
@@ -104,24 +83,18 @@ def finetune(folder: Path, out: Path, *words: str) -> str:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """Return the digests of the model, and of the last checkpoint's optimizer."""
     last = out / f"checkpoint-{STEPS}"
     if (last / "optimizer.pt").exists():
         state = torch.load(last / "optimizer.pt", weights_only=True)["state"]
-        values = [value for entry in state.values() for value in entry.values()]
-        flat = b"".join(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for value in values)
+        optimizer = repr([bits(value) for entry in state.values() for value in entry.values()]).encode()
     else:
-        flat = b"".join(shard.read_bytes() for shard in sorted(last.glob("optimizer_0/*.distcp")))
-    return {
-        "model": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
-        "optimizer": hashlib.sha256(flat).hexdigest(),
-    }
+        optimizer = b"".join(shard.read_bytes() for shard in sorted(last.glob("optimizer_0/*.distcp")))
+    content = {"model": (out / "model.safetensors").read_bytes(), "optimizer": optimizer}
+    return {name: hashlib.sha256(found).hexdigest() for name, found in content.items()}
 
 
-def logged(out: Path) -> list[dict[str, Any]]:
-    state = json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    history: list[dict[str, Any]] = state["log_history"]
-    return history
+def logged(out: Path) -> Any:
+    return json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
 
 
 def accepted_in(out: Path) -> int:
@@ -131,7 +104,6 @@ def accepted_in(out: Path) -> int:
 
 @pytest.fixture(scope="module")
 def whole(folder, one_torch_thread):
-    """Return what a run that nobody stopped wrote, and printed."""
     return folder / "whole", finetune(folder, folder / "whole", "--eval_strategy=steps", "--eval_steps=3")
 
 
@@ -141,9 +113,8 @@ def test_the_loss_falls_and_the_costs_are_told(whole):
     assert losses[-1] < 0.8 * losses[0]
     assert sum("eval_loss" in entry for entry in logged(out)) == 2
     assert re.search(r"peak memory: host \d+\.\d\d GB; [\d,]+ tokens/s\n", printed)
-    assert re.search(
-        rf"steps: {STEPS} applied, \d+ of them clipped, 0 skipped; hidden: \d+% of the optimizer's work", printed
-    )
+    applied = rf"steps: {STEPS} applied, \d+ of them clipped, 0 skipped"
+    assert re.search(rf"{applied}; hidden: \d+% of the optimizer's work", printed)
     if CAN_OVERLAP:
         assert accepted_in(out) > 0
 
@@ -172,45 +143,52 @@ def test_torch_s_adamw_is_one_word_away(folder):
     assert "steps:" not in finetune(folder, folder / "adamw", "--optimizer=adamw", "--max_steps=2")
 
 
-# ---- several processes -------------------------------------------------------------------------------------------
-
-
-def forget_ranks() -> None:
+@contextlib.contextmanager
+def as_of_torchrun(rank: int, ranks: int, **environment: str) -> Iterator[pytest.MonkeyPatch]:
     """Let Accelerate look again at what this process is."""
     from accelerate.state import AcceleratorState
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**places, "OMP_NUM_THREADS": 1, **environment}.items():
+            patch.setenv(name, str(value))
+        yield patch
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def at_step(step: int, act: Callable[[], object]) -> Callable[..., None]:
+    """Return a method of callbacks that acts at the end of a step."""
+
+    def on_step_end(self: OffloadCallback, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == step:
+            act()
+
+    return on_step_end
+
+
 @contextlib.contextmanager
-def preempted(name: str, rank: int) -> Iterator[None]:
-    """Send SIGTERM to the second rank of the run "stopped", after which all ranks end with its status."""
+def preempted(*, is_told: bool = True) -> Iterator[None]:
+    """Send SIGTERM to a run, whose ranks all end with its status."""
     with pytest.MonkeyPatch.context() as patch:
-        if name != "stopped":
-            yield
-            return
-
-        def on_step_end(self: OffloadCallback, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == SAVED + 1 and rank == 1:
-                signal.raise_signal(signal.SIGTERM)
-
-        patch.setattr(OffloadCallback, "on_step_end", on_step_end)
+        if is_told:
+            terminate = at_step(SAVED + 1, lambda: signal.raise_signal(signal.SIGTERM))
+            patch.setattr(OffloadCallback, "on_step_end", terminate)
         with pytest.raises(SystemExit) as ended:
             yield
-        assert ended.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def train_shards(rank: int, folder: Path, runs: list[tuple[str, list[str]]]) -> None:
-    """Train into folders, one after another; without a scheduler into "plain"."""
-    for number, (name, words) in enumerate(runs):
-        forget_ranks()
-        as_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", **as_torchrun)
-        first = all(name != before for before, _ in runs[:number])
-        with without_schedulers() if name == "plain" else preempted(name if first else "", rank):
-            finetune(folder, folder / "ranks" / name, "--rehearse", *words)
+    """Train into folders, one after another: without a scheduler into "plain"; "stopped" is preempted at first."""
+    for name, words in runs:
+        out, way = folder / "ranks" / name, contextlib.nullcontext()
+        if name == "plain":
+            way = without_schedulers()
+        elif name == "stopped" and "--resume_from_checkpoint=auto" not in words:
+            way = preempted(is_told=rank == 1)
+        with as_of_torchrun(rank, 2), way:
+            finetune(folder, out, "--rehearse", *words)
 
 
 def test_on_two_ranks_every_run_ends_in_the_same_bits(folder):
@@ -242,18 +220,12 @@ def environment_of(ranks: int) -> dict[str, str]:
 
 
 def rehearse(rank: int, folder: Path, names: list[str], ranks: int, environment: dict[str, str]) -> None:
-    """Train as a preset says, but for what a rehearsal makes small."""
-    forget_ranks()
-    as_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", **environment}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            for key, value in {**as_torchrun, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}.items():
-                patch.setenv(key, str(value))
-            preset = f"--config={SCRIPT.parent / 'presets' / name}.yaml"
-            words = ["--rehearse", "--dataset_name", folder / "data", "--output_dir", folder / "rehearsed" / name]
-            patch.setattr(sys, "argv", [str(SCRIPT), preset, *map(str, words), f"--model_name_or_path={folder / name}"])
+    for name in names:
+        words = ["--rehearse", "--dataset_name", folder / "data", "--output_dir", folder / "rehearsed" / name]
+        words += ["--config", SCRIPT.parent / "presets" / f"{name}.yaml", "--model_name_or_path", folder / name]
+        with as_of_torchrun(rank, ranks, **environment) as patch:
+            patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words)])
             runpy.run_path(str(SCRIPT))["main"]()
-            forget_ranks()
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(2, ["qwen3-30b-a3b", "seed-oss-36b"]), (4, ["llama-3.1-70b"])])
@@ -271,15 +243,8 @@ def test_presets_for_several_gpus_are_rehearsed_without_any(folder, ranks, names
 
 
 def kill_at_step(rank: int, folder: Path, out: Path, step: int) -> None:
-    """Train, and end this process as `kill -9` does."""
     torch.distributed.destroy_process_group()
-    forget_ranks()
-
-    def on_step_end(self: OffloadCallback, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    OffloadCallback.on_step_end = on_step_end
+    OffloadCallback.on_step_end = at_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
     finetune(folder, out)
 
 
@@ -290,26 +255,17 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(folder, whole):
         (out / name).mkdir()  # saves that were killed, and a copy
     (out / f"checkpoint-{SAVED + 2}" / "trainer_state.json").touch()
     (out / "checkpoint-best" / "trainer_state.json").write_text("{}")
-    newest = re.escape(str(out / f"checkpoint-{SAVED}"))
-    with pytest.raises(
-        SystemExit, match=rf"{newest} is of another run; continue it with --resume_from_checkpoint auto"
-    ):
+    told = f"{out / f'checkpoint-{SAVED}'} is of another run; continue it with --resume_from_checkpoint auto"
+    with pytest.raises(SystemExit, match=re.escape(told)):
         finetune(folder, out)
     finetune(folder, out, "--resume_from_checkpoint=auto")
     assert digests(out) == digests(whole[0])
 
 
-def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(folder, whole, monkeypatch):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == SAVED + 1:
-            signal.raise_signal(signal.SIGTERM)
-
+def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(folder, whole):
     out = folder / "preempted"
-    with monkeypatch.context() as patch:
-        patch.setattr(OffloadCallback, "on_step_end", on_step_end)
-        with pytest.raises(SystemExit) as ended:
-            finetune(folder, out)
-    assert ended.value.code == 128 + signal.SIGTERM
+    with preempted():
+        finetune(folder, out)
     assert not (out / "model.safetensors").exists()
     finetune(folder, out, f"--resume_from_checkpoint={out / f'checkpoint-{SAVED + 1}'}")
     assert digests(out) == digests(whole[0])

@@ -1,13 +1,12 @@
 """`examples/finetune.py` refuses what it cannot do in one sentence, before a model or data are loaded."""
 
-import json
 import math
 import re
 import runpy
 import sys
 from dataclasses import fields, make_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 from unittest.mock import Mock
 
 import pytest
@@ -23,13 +22,13 @@ from superadam.integrations import fine_tuning  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "finetune.py"
 
-FOREIGN = {
-    "use_peft": "true",
-    "use_dora": "true",
-    "use_rslora": "true",
-    "load_in_4bit": "true",
-    "load_in_8bit": "true",
-    "use_bnb_nested_quant": "true",
+SWITCHES = {
+    *("use_peft", "use_dora", "use_rslora", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"),
+    *("dataset_streaming", "do_train", "do_eval", "do_predict", "prediction_loss_only", "batch_eval_metrics"),
+    *("eval_use_gather_object", "bf16_full_eval", "fp16_full_eval", "ignore_bias_buffers"),
+    *("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph"),
+}
+FOREIGN = dict.fromkeys(sorted(SWITCHES), "true") | {
     "bnb_4bit_quant_type": "fp4",
     "bnb_4bit_quant_storage": "uint8",
     "lora_r": "4",
@@ -39,25 +38,12 @@ FOREIGN = {
     "lora_target_parameters": "q_proj",
     "lora_modules_to_save": "lm_head",
     "lora_task_type": "SEQ_CLS",
-    "dataset_streaming": "true",
-    "ignore_bias_buffers": "true",
     "model_init_kwargs": '{"dtype": "float16"}',
     "include_for_metrics": "loss",
-    "batch_eval_metrics": "true",
     "eval_do_concat_batches": "false",
-    "eval_use_gather_object": "true",
-    "prediction_loss_only": "true",
-    "do_train": "true",
-    "do_eval": "true",
-    "do_predict": "true",
-    "bf16_full_eval": "true",
-    "fp16_full_eval": "true",
     "optim_args": "a=1",
     "optim_target_modules": "all-linear",
-    "ddp_find_unused_parameters": "true",
     "ddp_bucket_cap_mb": "1",
-    "ddp_broadcast_buffers": "true",
-    "ddp_static_graph": "true",
 }
 """Options that TRL parses and this program does not obey, and another value than the default."""
 
@@ -74,6 +60,17 @@ OLD = {
 """Options, or values of one, that TRL or transformers will drop."""
 
 NO_WORDS = {"deepspeed", "parallelism_config"}  # a file that has to exist, and what no command line can say
+CLASSES = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
+FILES = {
+    "list.yaml": "- 1\n",
+    "bad.yaml": "a: 1\nb: [\n",
+    "many.yaml": "max_steps: many\n",
+    "unknown.yaml": "max_stepz: 3\n",
+    "raises.jinja": "{{ raise_exception('no turn of a user') }}",
+    "plain.jinja": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    "broken/config.json": '{"model_type": "unheard-of"}',
+}
+"""What wrong inputs name."""
 
 
 @pytest.fixture(scope="module")
@@ -87,38 +84,43 @@ def program(tmp_path_factory):
         words.save_pretrained("model")
         Path("data.jsonl").write_text('{"text": "a"}\n\n{"prompt": "a", "completion": "b"}\n')
         Path("talk.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+        for name, content in FILES.items():
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(content)
         yield runpy.run_path(str(SCRIPT))
 
 
-def ended(program: Any, monkeypatch: pytest.MonkeyPatch, **options: str) -> str:
-    """Return the sentence with which the program ends."""
+@pytest.fixture
+def sentence_of(program, monkeypatch):
+    """Return what says how the program ends, which writes nothing, and loads neither model nor data."""
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["finetune.py", *words])
+        loaded = Mock(side_effect=AssertionError("it loads what it should have refused"))
+        for name in ("load_dataset", "model_of"):
+            monkeypatch.setitem(program["main"].__globals__, name, loaded)
+        before = sorted(Path().rglob("*"))
+        with pytest.raises(SystemExit) as caught:
+            program["main"]()
+        assert sorted(Path().rglob("*")) == before
+        sentence = str(caught.value.code)
+        assert "\n" not in sentence
+        assert sentence.startswith("finetune.py: ")
+        return sentence
+
+    return run
+
+
+def words_of(**options: str) -> list[str]:
     usual = {"model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out", "use_cpu": "true"}
-    words = [word for name, value in (usual | options).items() for word in (f"--{name}", value) if word != "(nothing)"]
-    return sentence_of(words, program, monkeypatch)
-
-
-def sentence_of(words: list[str], program: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return how the program ends, which writes nothing, and loads neither model nor data."""
-    monkeypatch.setattr(sys, "argv", ["finetune.py", *words])
-    loaded = Mock(side_effect=AssertionError("it loads what it should have refused"))
-    for name in ("load_dataset", "model_of"):
-        monkeypatch.setitem(program["main"].__globals__, name, loaded)
-    before = sorted(Path().rglob("*"))
-    with pytest.raises(SystemExit) as caught:
-        program["main"]()
-    assert sorted(Path().rglob("*")) == before
-    sentence = str(caught.value.code)
-    assert "\n" not in sentence
-    assert sentence.startswith("finetune.py: ")
-    return sentence
+    return [word for name, value in (usual | options).items() for word in (f"--{name}", value) if word != "(nothing)"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", FOREIGN)
 def test_an_option_that_would_not_be_obeyed_is_refused(program, name):
     """Without the rest of the program, which is in one place for all of them."""
-    classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
-    found, given = fine_tuning.parse(classes, [f"--{name}", FOREIGN[name], "--use_cpu"], bf16=False)
+    found, given = fine_tuning.parse(CLASSES, [f"--{name}", FOREIGN[name], "--use_cpu"], bf16=False)
     with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} is not obeyed, .*; leave it out$"):
         fine_tuning.check_options(found, given, superadam=True)
     if name in fine_tuning.NOT_WITH_SUPERADAM:
@@ -138,9 +140,8 @@ def test_no_deprecated_option_is_used_without_being_asked_for(program):
 
 def test_each_number_has_a_range_which_is_held_to():
     """Below it, transformers divides by zero late, or takes the number for another one without a word."""
-    classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
     refused = fine_tuning.NOT_OBEYED | fine_tuning.NOT_WITH_SUPERADAM | fine_tuning.DEPRECATED
-    types = {name: str(kind) for configuration in classes for name, kind in get_type_hints(configuration).items()}
+    types = {name: str(kind) for configuration in CLASSES for name, kind in get_type_hints(configuration).items()}
     numbers = {name for name, kind in types.items() if re.search(r"\b(int|float)\b", kind)}
     assert numbers - refused.keys() == fine_tuning.RANGES.keys()
     for name, (least, end, expected) in fine_tuning.RANGES.items():
@@ -162,8 +163,7 @@ def test_each_field_of_trl_is_read_by_somebody_or_refused():
     texts += [(package / "transformers/integrations/integration_utils.py").read_text(), SCRIPT.read_text()]
     texts.append((ROOT / "superadam/integrations/fine_tuning.py").read_text())
     read = set(re.findall(r"\b(?:args|self|training|model|script|arguments)(?=\.(\w+))", "\n".join(texts)))
-    classes = [trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig]
-    every = {one.name for configuration in classes for one in fields(configuration)}
+    every = {one.name for configuration in CLASSES for one in fields(configuration)}
     refused = fine_tuning.NOT_OBEYED | fine_tuning.NOT_WITH_SUPERADAM
     assert every - read - refused.keys() - fine_tuning.DEPRECATED.keys() == set()
     assert refused.keys() == FOREIGN.keys() | NO_WORDS
@@ -172,25 +172,24 @@ def test_each_field_of_trl_is_read_by_somebody_or_refused():
     assert OLD.keys() <= every
 
 
-LINES = {
-    '{"text": "a"}\n{"text": ': "line 2 of bad.jsonl: Expecting value",
-    '{"text": "a"}\n[1]\n': "line 2 of bad.jsonl: expected an object with messages",
-    '{"question": 1, "answer": 2}\n': "line 1 of bad.jsonl: expected an object with messages",
-    b"\xff\xfe": "bad.jsonl: 'utf-8' codec",
-    "": "bad.jsonl has no lines",
-    '{"text": 5}': "line 1 of bad.jsonl: text is int, expected text",
-    '{"messages": "a"}': "line 1 of bad.jsonl: messages is str, expected a list of objects",
-    '{"messages": [{"content": "a"}]}': "line 1 of bad.jsonl: messages is list, expected a list of objects",
-    '{"prompt": 1, "completion": "b"}': "line 1 of bad.jsonl: prompt is int, expected text",
-    "[" * 100_000: "line 1 of bad.jsonl: ",
-}
-
-
-@pytest.mark.parametrize("number", range(len(LINES)))
-def test_a_bad_line_is_named(program, monkeypatch, number):
-    content, sentence = [*LINES.items()][number]
-    Path("bad.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
-    assert sentence in ended(program, monkeypatch, dataset_name="bad.jsonl")
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"text": "a"}\n{"text": ', "line 2 of bad.jsonl: Expecting value"),
+        (b'{"text": "a"}\n[1]\n', "line 2 of bad.jsonl: expected an object with messages"),
+        (b'{"question": 1, "answer": 2}\n', "line 1 of bad.jsonl: expected an object with messages"),
+        (b"\xff\xfe", "bad.jsonl: 'utf-8' codec"),
+        (b"", "bad.jsonl has no lines"),
+        (b'{"text": 5}', "line 1 of bad.jsonl: text is int, expected text"),
+        (b'{"messages": "a"}', "line 1 of bad.jsonl: messages is str, expected a list of objects"),
+        (b'{"messages": [{"content": "a"}]}', "line 1 of bad.jsonl: messages is list, expected a list of objects"),
+        (b'{"prompt": 1, "completion": "b"}', "line 1 of bad.jsonl: prompt is int, expected text"),
+        pytest.param(b"[" * 100_000, "line 1 of bad.jsonl: ", id="deep"),
+    ],
+)
+def test_a_bad_line_is_named(sentence_of, content, sentence):
+    Path("bad.jsonl").write_bytes(content)
+    assert sentence in sentence_of(*words_of(dataset_name="bad.jsonl"))
 
 
 def test_a_column_of_another_name_is_read(program):
@@ -201,14 +200,15 @@ def test_a_column_of_another_name_is_read(program):
 def test_a_column_called_messages_holds_what_trl_takes_there(program):
     """Text, if it is the column of text; else conversations."""
     Path("both.jsonl").write_text('{"messages": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    Path("number.jsonl").write_text('{"messages": 5}\n')
     assert fine_tuning.check_lines("both.jsonl", "messages") is not None
     with pytest.raises(fine_tuning.RefusedError, match="messages is str, expected a list of objects with role and"):
         fine_tuning.check_lines("both.jsonl")
-    Path("number.jsonl").write_text('{"messages": 5}\n')
     with pytest.raises(fine_tuning.RefusedError, match="messages is int, expected text or a list of objects with role"):
         fine_tuning.check_lines("number.jsonl", "messages")
 
 
+TALK, PLAIN = {"dataset_name": "talk.jsonl"}, {"chat_template_path": "plain.jinja", "assistant_only_loss": "true"}
 WRONG = [
     ({"dataset_name": "none.jsonl"}, "there is no file none.jsonl; correct --dataset_name"),
     ({"dataset_name": "model"}, "model has no train.jsonl"),
@@ -247,39 +247,19 @@ WRONG = [
     ({"fsdp": "true", "fsdp_config": "none.json"}, "the options do not fit together ("),
     ({"lr_scheduler_kwargs": "{1"}, "the options do not fit together ("),
     ({"use_cpu": "perhaps"}, "perhaps"),
-    ({"dataset_name": "talk.jsonl"}, "the tokenizer has no chat template for messages"),
+    (TALK, "the tokenizer has no chat template for messages"),
     ({"chat_template_path": "none.jinja"}, "there is no chat template none.jinja"),
-    (
-        {"dataset_name": "talk.jsonl", "chat_template_path": "raises.jinja"},
-        "cannot say the first conversation (no turn",
-    ),
+    (TALK | {"chat_template_path": "raises.jinja"}, "cannot say the first conversation (no turn"),
     ({"assistant_only_loss": "true"}, "--assistant_only_loss needs messages"),
-    (
-        {"dataset_name": "talk.jsonl", "chat_template_path": "plain.jinja", "assistant_only_loss": "true"},
-        "the chat template does not mark what the assistant says",
-    ),
+    (TALK | PLAIN, "the chat template does not mark what the assistant says"),
 ]
 
 
-@pytest.fixture(scope="module")
-def files(program):
-    """Write what the wrong inputs name."""
-    Path("list.yaml").write_text("- 1\n")
-    Path("bad.yaml").write_text("a: 1\nb: [\n")
-    Path("many.yaml").write_text("max_steps: many\n")
-    Path("unknown.yaml").write_text("max_stepz: 3\n")
-    Path("raises.jinja").write_text("{{ raise_exception('no turn of a user') }}")
-    Path("plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    Path("broken").mkdir()
-    Path("broken/config.json").write_text(json.dumps({"model_type": "unheard-of"}))
-
-
 @pytest.mark.parametrize("words", [[], ["--use_cpu"], ["--max_steps", "-1", "--use_cpu"]])
-def test_a_run_of_nothing_is_told_what_is_missing(words, program, monkeypatch):
-    assert "say what to train and on what" in sentence_of(words, program, monkeypatch)
+def test_a_run_of_nothing_is_told_what_is_missing(words, sentence_of):
+    assert "say what to train and on what" in sentence_of(*words)
 
 
-@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("options", "sentence"), WRONG, ids=lambda one: one if isinstance(one, str) else "")
-def test_a_wrong_input_is_told_in_a_sentence(program, monkeypatch, options, sentence):
-    assert sentence in ended(program, monkeypatch, **options)
+def test_a_wrong_input_is_told_in_a_sentence(sentence_of, options, sentence):
+    assert sentence in sentence_of(*words_of(**options))

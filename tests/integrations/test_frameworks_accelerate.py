@@ -1,21 +1,16 @@
 """Loops around Accelerate: the bits with a scheduler are those without."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from support.frameworks import Predictor, Run, Sentences, Training, adamw, compare, dtypes
+from support.frameworks import MARKS, Predictor, Run, Sentences, Training, adamw, compare, dtypes
 from torch.utils.data import DataLoader
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_torch_thread", "no_network"),
-]
+pytestmark = MARKS
 
 
 def fresh(**options: Any) -> Accelerator:
@@ -25,17 +20,8 @@ def fresh(**options: Any) -> Accelerator:
     return Accelerator(cpu=True, **options)
 
 
-def accelerated(
-    dtype: torch.dtype,
-    clip: str = "none",
-    size: float = math.inf,
-    *,
-    moments: str = "fp32",
-    epochs: int = 2,
-    at_end: Callable[[Accelerator, int], object] = lambda accelerator, epoch: None,
-    **options: Any,
-) -> Training:
-    """Return a loop as Accelerate documents it, which calls `at_end` of each epoch."""
+def accelerated(dtype, clip="none", size=math.inf, *, moments="fp32", epochs=2, at_end=None, **options) -> Training:
+    """Return a loop as Accelerate documents it, which may call something at the end of each epoch."""
 
     def train(run: Run) -> None:
         accelerator = fresh(**options)
@@ -55,7 +41,8 @@ def accelerated(
                         accelerator.clip_grad_value_(model.parameters(), size)
                     wrapped.step()
                     wrapped.zero_grad()
-            at_end(accelerator, epoch)
+            if at_end is not None:
+                at_end(accelerator, epoch)
 
     return train
 

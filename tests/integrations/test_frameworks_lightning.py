@@ -1,6 +1,7 @@
 """Lightning's Trainer with its own loop and `Offload`: the bits with a scheduler are those without."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -8,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
+from support import frameworks
 from support.frameworks import Predictor, Run, Sentences, Training, adamw, assert_same, compare, dtypes, everything_in
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,12 +17,7 @@ from torch.utils.data import DataLoader
 
 from superadam.integrations.lightning import Offload
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_torch_thread", "no_network"),
-]
+pytestmark = [pytest.mark.slow, *frameworks.MARKS]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,45 +56,34 @@ class Module(lightning.LightningModule):
 
 
 class Manual(Module):
-    """The same, with a loop of its own inside a training step."""
+    """The same, with a loop of its own inside a training step, which limits gradients in a way of its own."""
 
-    def __init__(self, dtype: torch.dtype, clip: dict[str, Any]) -> None:
+    def __init__(self, dtype: torch.dtype, limit: Callable[[Any, Any], None]) -> None:
         super().__init__(dtype)
         self.automatic_optimization = False
-        self.clip = clip
+        self.limit = limit
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = super().training_step(batch, index)
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
-        self.clip_gradients(optimizer, **self.clip)
-        optimizer.step()
-        return loss
-
-
-class Limiting(Manual):
-    """A loop that leaves clipping to our optimizer, through what Lightning hands out in its place."""
-
-    def __init__(self, dtype: torch.dtype, way: str) -> None:
-        super().__init__(dtype, {})
-        self.way = way
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        loss = Module.training_step(self, batch, index)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        if self.way == "attribute":
-            optimizer.max_grad_norm = 0.1
-            assert optimizer.max_grad_norm == optimizer.optimizer.max_grad_norm == 0.1
-        else:
-            self.logged[-1]["norm"] = optimizer.clip_grad_norm_(0.1)
+        self.limit(self, optimizer)
         optimizer.step()
         outcome = optimizer.optimizer.last_outcome
         assert optimizer.last_outcome is outcome is not None
-        self.logged[-1].update(kind=outcome.kind, outcome=outcome.grad_norm)
+        if self.limit in (limit_by_attribute, limit_by_method):  # else who clips is no matter of the step
+            self.logged[-1].update(kind=outcome.kind, outcome=outcome.grad_norm)
         return loss
+
+
+def limit_by_attribute(module: Any, optimizer: Any) -> None:
+    optimizer.max_grad_norm = 0.1
+    assert optimizer.max_grad_norm == optimizer.optimizer.max_grad_norm == 0.1
+
+
+def limit_by_method(module: Any, optimizer: Any) -> None:
+    module.logged[-1]["norm"] = optimizer.clip_grad_norm_(0.1)
 
 
 class Watched(Offload):
@@ -125,8 +111,8 @@ def fitted(module: Any, run: Run, *, resume: str | None = None, callbacks: Any =
     run.logged += module.logged
 
 
-def automatic(dtype: torch.dtype, **options: Any) -> Training:
-    return lambda run: fitted(Module(dtype), run, **options)
+def automatic(dtype: torch.dtype, *, norms: bool = False, moments: str = "fp32", **options: Any) -> Training:
+    return lambda run: fitted(Module(dtype, norms=norms, moments=moments), run, **options)
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -155,10 +141,7 @@ def test_precision(dtype):
 
 
 def test_weights_that_are_averaged():
-    """They take the place of those that are trained while these are validated, and at the end.
-
-    They are written through `.data`, which masters show after the next step at the latest.
-    """
+    """They take the place of trained ones through `.data`, which masters show after the next step at the latest."""
     seen = []
     for scheduled in (False, True):
         averaging = [EMAWeightAveraging(decay=0.5)]
@@ -169,7 +152,7 @@ def test_weights_that_are_averaged():
 
 @dtypes
 def test_norms_of_all_parameters(dtype):
-    seen = compare(lambda run: fitted(Module(dtype, norms=True), run), dtype)
+    seen = compare(automatic(dtype, norms=True), dtype)
     assert sum("grad_" in name for name in seen) == 14 * 3 * 16  # one of each parameter, and one of all
 
 
@@ -177,7 +160,9 @@ def test_norms_of_all_parameters(dtype):
 @dtypes
 @pytest.mark.parametrize(("algorithm", "size"), [("norm", 1.2), ("value", 0.01)])
 def test_manual_optimization(dtype, algorithm, size):
-    clip = {"gradient_clip_algorithm": algorithm, "gradient_clip_val": size}
+    def clip(module, optimizer):
+        module.clip_gradients(optimizer, gradient_clip_algorithm=algorithm, gradient_clip_val=size)
+
     compare(lambda run: fitted(Manual(dtype, clip), run), dtype, accepts=True if algorithm == "norm" else None)
 
 
@@ -185,8 +170,8 @@ def test_manual_optimization(dtype, algorithm, size):
 def test_our_own_limit_through_what_lightning_hands_out(dtype):
     """`self.optimizers()` is an object of another class, which Lightning makes and keeps with the optimizer."""
     ways = [
-        compare(lambda run, way=way: fitted(Limiting(dtype, way), run), dtype, accepts=False)
-        for way in ("attribute", "method")
+        compare(lambda run, limit=limit: fitted(Manual(dtype, limit), run), dtype, accepts=False)
+        for limit in (limit_by_attribute, limit_by_method)
     ]
     assert {value for name, value in ways[0].items() if name.endswith("kind")} == {"<StepKind.CLIPPED: 'clipped'>"}
     assert ways[0].items() <= ways[1].items()  # which has norms, too
@@ -205,33 +190,27 @@ class Unfreezing(BaseFinetuning):
 
 @dtypes
 def test_layers_that_are_trained_later(dtype):
-    seen = compare(lambda run: fitted(Module(dtype), run, callbacks=[Unfreezing()]), dtype)
+    seen = compare(automatic(dtype, callbacks=[Unfreezing()]), dtype)
     assert sum(name.startswith("parameter") for name in seen) == 15
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_resumption(moments, tmp_path):
     """A checkpoint is continued alike, whether or not a scheduler was at work before or is now."""
-    wholes = []
+    seen = []
     for saved in (False, True):
         folder = tmp_path / str(saved)
 
         def whole(run, folder=folder):
             saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-            fitted(Module(torch.bfloat16, moments=moments), run, callbacks=[saving], enable_checkpointing=True)
+            automatic(torch.bfloat16, moments=moments, callbacks=[saving], enable_checkpointing=True)(run)
             del run.logged[:14]
 
-        wholes.append(everything_in(whole, scheduled=saved, accepts=True))
-        for scheduled in (False, True):
-            resumed = everything_in(
-                lambda run, folder=folder: fitted(
-                    Module(torch.bfloat16, moments=moments), run, resume=str(folder / "epoch=0.ckpt")
-                ),
-                scheduled=scheduled,
-                accepts=True,
-            )
-            assert_same(wholes[0], resumed)
-    assert_same(*wholes)
+        resumed = automatic(torch.bfloat16, moments=moments, resume=str(folder / "epoch=0.ckpt"))
+        seen.append(everything_in(whole, scheduled=saved, accepts=True))
+        seen += [everything_in(resumed, scheduled=scheduled, accepts=True) for scheduled in (False, True)]
+    for one in seen[1:]:
+        assert_same(seen[0], one)
 
 
 class Rivals(lightning.LightningModule):

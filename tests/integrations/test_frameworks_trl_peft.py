@@ -12,27 +12,17 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from integrations.test_offload_trainer import Examples, compare, norms
+from integrations.test_offload_trainer import QUIET, Examples, compare, norms
 from integrations.test_offload_trainer import llama as small_llama
 from peft import LoraConfig, get_peft_model
-from support.frameworks import dtypes
+from support.frameworks import MARKS, dtypes
 from support.presets import PRESETS, row
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import (
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_torch_thread", "no_network"),
-]
+pytestmark = [pytest.mark.slow, *MARKS]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FineTuning = runpy.run_path(str(EXAMPLES / "finetune.py"), run_name="finetune")["FineTuning"]
@@ -49,13 +39,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {f"w{i}": i for i in range(WORDS)} | {"<unk>": WORDS, "<pad>": WORDS + 1, "<eos>": WORDS + 2}
     words_alone = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     words_alone.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words_alone, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
-    )
+    special = {f"{name}_token": f"<{name}>" for name in ("unk", "pad", "eos")}
+    return PreTrainedTokenizerFast(tokenizer_object=words_alone, **special)
 
 
-def texts() -> list[str]:
-    return [" ".join(f"w{(7 * i + 3 * j) % WORDS}" for j in range(10)) for i in range(14)]
+def texts(first: int = 0, last: int = 10) -> list[str]:
+    return [" ".join(f"w{(7 * i + 3 * j) % WORDS}" for j in range(first, last)) for i in range(14)]
+
+
+def trainer_of(kind: type[Trainer], models: list[nn.Module], arguments: Any, data: Any, **options: Any) -> Trainer:
+    from datasets import Dataset  # it looks at the environment, which `frameworks` prepares
+
+    options = {"processing_class": tokenizer(), **options}
+    return kind(*models, args=arguments, train_dataset=Dataset.from_dict(data), **options)
 
 
 def adapted(base: torch.dtype, adapters: torch.dtype) -> nn.Module:
@@ -66,7 +62,6 @@ def adapted(base: torch.dtype, adapters: torch.dtype) -> nn.Module:
     return model
 
 
-QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
 OFTEN = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1}
 
 
@@ -83,28 +78,13 @@ def check(make: Callable[[], Trainer], dtype: torch.dtype) -> Trainer:
 
 
 def sft_trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
-    from datasets import Dataset  # it looks at the environment, which `frameworks` prepares
-
-    data = Dataset.from_dict({"text": texts()})
-    return SFTTrainer(model, SFTConfig(**chosen(folder, **options)), None, data, processing_class=tokenizer())
+    return trainer_of(SFTTrainer, [model], SFTConfig(**chosen(folder, **options)), {"text": texts()})
 
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 4,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": 64, "pad_token_id": None, "max_position_embeddings": 32, "sliding_window": 4}
+SIZES |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+SIZES |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 ARCHITECTURES = {  # of examples/presets, which tie no weights
     transformers.LlamaConfig: {"tie_word_embeddings": True},
@@ -165,10 +145,6 @@ def test_presets_are_launched_with_fsdp2():
     assert {path.stem for path in (EXAMPLES / "presets").iterdir()} == {*PRESETS, "fsdp2"}
 
 
-def pieces(first: int, last: int) -> list[str]:
-    return [" ".join(text.split()[first:last]) for text in texts()]
-
-
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} <eos>"
     "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %} {% endfor %}"
@@ -192,33 +168,24 @@ def sft_trainer_with_adapters(dtype: torch.dtype, folder: Path) -> Trainer:
 
 def sft_trainer_that_packs(dtype: torch.dtype, folder: Path) -> Trainer:
     """Several conversations to a sequence, and a loss over what the assistant says."""
-    from datasets import Dataset
-
-    talks = zip(pieces(0, 4), pieces(4, 9), strict=True)
+    talks = zip(texts(0, 4), texts(4, 9), strict=True)
     messages = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in talks]
     words = tokenizer()
     words.chat_template = TEMPLATE
     arguments = SFTConfig(**chosen(folder, packing=True, max_length=24, assistant_only_loss=True, max_grad_norm=1.88))
-    return SFTTrainer(llama(dtype), arguments, None, Dataset.from_dict({"messages": messages}), processing_class=words)
+    return trainer_of(SFTTrainer, [llama(dtype)], arguments, {"messages": messages}, processing_class=words)
 
 
 def dpo_trainer(dtype: torch.dtype, folder: Path) -> Trainer:
-    from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    pairs = {"prompt": pieces(0, 4), "chosen": pieces(4, 10), "rejected": pieces(0, 5)}
-    return DPOTrainer(
-        llama(dtype),
-        llama(dtype),
-        DPOConfig(**chosen(folder, max_length=24, max_grad_norm=0.95)),
-        train_dataset=Dataset.from_dict(pairs),
-        processing_class=tokenizer(),
-    )
+    arguments = DPOConfig(**chosen(folder, max_length=24, max_grad_norm=0.95))
+    pairs = {"prompt": texts(0, 4), "chosen": texts(4, 10), "rejected": texts(0, 5)}
+    return trainer_of(DPOTrainer, [llama(dtype), llama(dtype)], arguments, pairs)
 
 
 def grpo_trainer(dtype: torch.dtype, folder: Path) -> Trainer:
     """Generates between steps, with the weights of that time."""
-    from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -226,23 +193,13 @@ def grpo_trainer(dtype: torch.dtype, folder: Path) -> Trainer:
 
     llama(dtype).save_pretrained(folder / "model")
     sampled = {"num_generations": 2, "max_completion_length": 5, "num_iterations": 2, "max_steps": 6}
-    return GRPOTrainer(
-        LlamaForCausalLM.from_pretrained(folder / "model", dtype=dtype),
-        reward_funcs=reward,
-        args=GRPOConfig(**chosen(folder, **sampled, beta=0.1, max_grad_norm=1.8)),
-        train_dataset=Dataset.from_dict({"prompt": texts()}),
-        processing_class=tokenizer(),
-    )
+    arguments = GRPOConfig(**chosen(folder, **sampled, beta=0.1, max_grad_norm=1.8))
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    return trainer_of(GRPOTrainer, [model], arguments, {"prompt": texts()}, reward_funcs=reward)
 
 
-MAKERS = [
-    sft_trainer_as_configured_by_default,
-    trainer_with_adapters,
-    sft_trainer_with_adapters,
-    sft_trainer_that_packs,
-    dpo_trainer,
-    grpo_trainer,
-]
+OF_SFT = [sft_trainer_as_configured_by_default, sft_trainer_with_adapters, sft_trainer_that_packs]
+MAKERS = [*OF_SFT, trainer_with_adapters, dpo_trainer, grpo_trainer]
 
 
 @dtypes

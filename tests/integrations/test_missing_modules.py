@@ -10,13 +10,13 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.parametrize(
-    ("integration", "missing", "remedy"),
-    [
-        ("transformers", "transformers", r"install superadam\[finetune\]"),
-        ("lightning", "lightning.pytorch", "pip install lightning"),
-    ],
-)
+OF_INTEGRATIONS = [
+    ("transformers", "transformers", r"install superadam\[finetune\]"),
+    ("lightning", "lightning.pytorch", "pip install lightning"),
+]
+
+
+@pytest.mark.parametrize(("integration", "missing", "remedy"), OF_INTEGRATIONS)
 def test_integration(monkeypatch, integration, missing, remedy):
     name = f"superadam.integrations.{integration}"
     monkeypatch.setitem(sys.modules, missing, None)

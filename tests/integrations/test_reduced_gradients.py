@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,22 +30,32 @@ def sharded(shard: torch.dtype = torch.bfloat16, reduced: torch.dtype | None = t
     return model
 
 
-def backward(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+def reduced(*dtypes: torch.dtype | None) -> tuple[Any, SpeculativeCPUAdamW]:
+    """Return a model, and its optimizer, which takes reduced gradients."""
+    model = sharded(*dtypes)
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    return model, optimizer
+
+
+def backward(model: Any) -> None:
+    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     (model(inputs) - 1).float().square().sum().backward()
 
 
+def are_taken(model: Any) -> set[bool]:
+    return {taken_of(parameter.grad) is not None for parameter in model.parameters()}
+
+
 @pytest.mark.parametrize(
-    ("shard", "reduced"),
+    ("shard", "link"),
     [(torch.bfloat16, None), (torch.bfloat16, torch.float16), (torch.float32, torch.float32), (torch.float32, None)],
     ids=str,
 )
-def test_gradients_that_are_not_rounded_stay(shard, reduced):
-    model = sharded(shard, reduced)
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    take_reduced_gradients(optimizer, model)
+def test_gradients_that_are_not_rounded_stay(shard, link):
+    model, optimizer = reduced(shard, link)
     backward(model)
-    assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
+    assert are_taken(model) == {False}
     optimizer.step()
     assert optimizer.statistics.committed == 1
 
@@ -52,9 +63,7 @@ def test_gradients_that_are_not_rounded_stay(shard, reduced):
 def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed():
     shown = []
     for speculates in (False, True):
-        model = sharded()
-        optimizer = SpeculativeCPUAdamW(model.parameters())
-        take_reduced_gradients(optimizer, model)
+        model, optimizer = reduced()
         for _ in range(3):
             backward(model)
             if speculates:
@@ -66,18 +75,14 @@ def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed():
 
 
 def test_copies_have_no_part_in_it():
-    model = sharded()
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    take_reduced_gradients(optimizer, model)
+    model, optimizer = reduced()
     backward(model)
     assert pickle.loads(pickle.dumps(optimizer))._binding.source is None
     assert copy.deepcopy(optimizer)._binding.source is None
 
 
 def test_it_lasts_as_long_as_the_optimizer():
-    model = sharded()
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    take_reduced_gradients(optimizer, model)
+    model, optimizer = reduced()
     backward(model)
     gone = weakref.ref(optimizer)
     gradients = [local(parameter.grad) + 0 for parameter in model.parameters()]
@@ -90,21 +95,16 @@ def test_it_lasts_as_long_as_the_optimizer():
     assert all(torch.equal(local(p.grad) + 0, one) for p, one in zip(model.parameters(), gradients, strict=True))
     model.zero_grad()
     backward(model)
-    assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
+    assert are_taken(model) == {False}
 
 
 def test_it_stays_through_loading_and_in_wrappers():
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
-
-    class Wrapper:
-        def __init__(self):
-            self.optimizer = optimizer
-
-    take_reduced_gradients(Wrapper(), model)
+    take_reduced_gradients(SimpleNamespace(optimizer=optimizer), model)
     for _ in range(2):
         backward(model)
-        assert all(taken_of(parameter.grad) is not None for parameter in model.parameters())
+        assert are_taken(model) == {True}
         optimizer.step()
         source = optimizer._binding.source
         assert source._buffer is source._rounded is None  # they hold memory of the device
@@ -114,10 +114,8 @@ def test_it_stays_through_loading_and_in_wrappers():
 
 def test_parameters_that_are_replaced():
     """They are noticed by the step."""
-    model, other = sharded(), sharded()
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    for one in (model, other):
-        take_reduced_gradients(optimizer, one)
+    (model, optimizer), other = reduced(), sharded()
+    take_reduced_gradients(optimizer, other)
     backward(model)
     optimizer.step()
     optimizer.param_groups[0]["params"] = list(other.parameters())
@@ -125,7 +123,7 @@ def test_parameters_that_are_replaced():
     for one in (model, other):
         one.zero_grad()
         backward(one)
-        assert all((taken_of(parameter.grad) is None) is (one is model) for parameter in one.parameters())
+    assert (are_taken(model), are_taken(other)) == ({False}, {True})
 
 
 def test_gradients_that_were_there_before_stay_ordinary():
@@ -135,8 +133,8 @@ def test_gradients_that_were_there_before_stay_ordinary():
     gradients = [local(parameter.grad).clone() for parameter in model.parameters()]
     take_reduced_gradients(optimizer, model)
     backward(model)
+    assert are_taken(model) == {False}
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert taken_of(parameter.grad) is None
         assert torch.equal(local(parameter.grad), 2 * gradient)
     optimizer.step()
 
@@ -174,4 +172,4 @@ def test_nothing_that_fails_is_attached(monkeypatch):
             take_reduced_gradients(optimizer, model)
     assert optimizer._binding.source is plain._binding.source is None
     backward(model)
-    assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
+    assert are_taken(model) == {False}

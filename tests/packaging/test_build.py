@@ -25,25 +25,16 @@ BEYOND_BASELINE = r"%[yz]mm|\tv[a-z]" if IS_X86 else r"\b[zp]\d+\.[bhsdq]\b"
 """What the disassembly of instructions looks like that not every CPU of this architecture has."""
 
 
-def cmake(*arguments: str | Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "cmake", *arguments], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def refusal_of_cmake(build: Path, *options: str, **environment: str) -> str:
-    """Return what CMake says where it refuses to configure, on one line."""
-    python = f"-DPython_EXECUTABLE={sys.executable}"
-    command = [sys.executable, "-m", "cmake", "-S", ROOT, "-B", build, python, *options]
+def cmake(*arguments: str | Path, status: int = 0, **environment: str) -> str:
+    """Return what CMake says of errors, on one line."""
+    command = [sys.executable, "-m", "cmake", *arguments]
     done = subprocess.run(command, env=os.environ | environment, check=False, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == status, done.stdout + done.stderr
     return " ".join(done.stderr.split())
 
 
-def configure(build: Path, *options: str) -> list[dict[str, str]]:
-    """Configure into `build` and return CMake's list of compile commands."""
-    python = f"-DPython_EXECUTABLE={sys.executable}"
-    cmake("-S", ROOT, "-B", build, python, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options)
-    return json.loads((build / "compile_commands.json").read_text())
+def configure(build: Path, *options: str, **how: Any) -> str:
+    return cmake("-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *options, **how)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +53,8 @@ def scalar_kernels(tmp_path_factory):
 def run_elsewhere(kernels: Path, command: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SUPERADAM_")}
     clean["OPENBLAS_CORETYPE"] = "Nehalem"  # numpy's own choice may not run in an emulator
-    return subprocess.run(
-        [*command, sys.executable, str(PROGRAM), str(kernels), *superadam.__path__],
-        env=clean | environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    words = [*command, sys.executable, str(PROGRAM), str(kernels), *superadam.__path__]
+    return subprocess.run(words, env=clean | environment, check=False, capture_output=True, text=True)
 
 
 def report_of(done: subprocess.CompletedProcess[str]) -> Mapping[str, Any]:
@@ -100,7 +86,8 @@ def test_what_runs_before_dispatch_uses_baseline_instructions(scalar_kernels):
 
 
 def test_only_vector_kernels_get_vector_flags(tmp_path):
-    for command in configure(tmp_path):
+    configure(tmp_path, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
+    for command in json.loads((tmp_path / "compile_commands.json").read_text()):
         path = Path(command["file"])
         flags = [flag for flag in command["command"].split() if flag.startswith("-m")]
         baseline = path.parent.name != "isa" or path.stem in ("kernels_scalar", "kernels_float64")
@@ -111,7 +98,7 @@ def test_only_vector_kernels_get_vector_flags(tmp_path):
 
 
 def test_without_a_compiler_the_build_says_so_in_one_sentence(tmp_path):
-    said = refusal_of_cmake(tmp_path, "-DCMAKE_MAKE_PROGRAM=/bin/true", PATH=str(tmp_path), CC="")
+    said = configure(tmp_path, "-DCMAKE_MAKE_PROGRAM=/bin/true", status=1, PATH=str(tmp_path), CC="")
     assert "superadam is compiled here and found no C compiler; install gcc or clang, or install a wheel." in said
 
 
@@ -119,13 +106,10 @@ def test_a_compiler_that_lacks_a_vector_instruction_set_is_refused(tmp_path):
     old = tmp_path / "old"
     old.write_text('#!/bin/sh\ncase "$*" in *-mavx512bw*|*+sve*) exit 1; esac\nexec cc "$@"\n')
     old.chmod(0o755)
-    said = refusal_of_cmake(tmp_path / "build", f"-DCMAKE_C_COMPILER={old}")
+    said = configure(tmp_path / "build", f"-DCMAKE_C_COMPILER={old}", status=1)
     isa = "avx512" if IS_X86 else "sve"
     assert f"superadam's {isa} kernels need a compiler that takes" in said
     assert "SUPERADAM_SIMD=OFF" in said
-
-
-# -- another CPU, emulated ---------------------------------------------------------------------------------------------
 
 
 def emulate(cpu: str) -> list[str]:

@@ -43,7 +43,6 @@ def compiled(folder: Path, source: str, *options: str, glibc: str = "2.17") -> P
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return all modules of a wheel, which are sound."""
     modules = {}
     for module in MODULES:
         init = f"PyInit_{Path(module).name.partition('.')[0]}"
@@ -55,7 +54,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def wheel_of(folder: Path, modules: dict[str, Path], name: str = TAG, tag: str = TAG) -> Path:
-    """Return a wheel with these modules."""
     wheel = folder / f"superadam-1.0-{name}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for module, file in modules.items():
@@ -67,38 +65,29 @@ def wheel_of(folder: Path, modules: dict[str, Path], name: str = TAG, tag: str =
 DISPATCH = str(ROOT / "cpu" / "dispatch.c")
 SOUND = ("-DSUPERADAM_SIMD", DISPATCH, "-lpthread")
 HELPER = '__attribute__((visibility("default"))) int helper(void) { return 1; }\n'
-UNSTABLE = "const char *PyUnicode_AsUTF8(void *);\n"
+UNSTABLE, NOT_STABLE = "const char *PyUnicode_AsUTF8(void *);\n", "which is not in the stable ABI of 3.11"
+DYNAMIC = "#include <dlfcn.h>\n"
 
 
-@pytest.mark.parametrize(
-    ("before", "used", "options", "glibc", "expected"),
-    [
-        ("", "0", SOUND[1:], "2.17", ["{name} has no avx512 kernels", "{name} has no avx2 kernels"]),
-        ("", "0", SOUND, "2.34", ["{name} needs GLIBC_2.34, expected at most 2.17"]),
-        (
-            "#include <dlfcn.h>\n",
-            'dlsym(0, "")',
-            (*SOUND, "-ldl"),
-            "2.17",
-            [f"{{name}} needs libdl.so.2, expected nothing beyond {', '.join(sorted(LIBRARIES))}"],
-        ),
-        (HELPER, "0", SOUND, "2.17", ["{name} exports PyInit__kernels, helper, expected its PyInit function alone"]),
-        ("", "0", (*SOUND, "-Wl,-rpath,$ORIGIN"), "2.17", ["{name} has an RPATH"]),
-        ("", "__FILE__", SOUND, "2.17", ["{name} holds the path {folder}/source.c"]),
-        (
-            UNSTABLE,
-            "PyUnicode_AsUTF8(0)",
-            SOUND,
-            "2.17",
-            ["_kernels.abi3.so uses PyUnicode_AsUTF8, which is not in the stable ABI of 3.11"],
-        ),
-    ],
-    ids=["kernels", "glibc", "library", "export", "rpath", "path", "abi"],
-)
-def test_what_is_wrong_with_a_module(before, used, options, glibc, expected, sound, tmp_path):
+NAME, BEYOND = MODULES[0], f"expected nothing beyond {', '.join(sorted(LIBRARIES))}"
+FAULTS = {  # what comes before the source, what it uses, options of the compiler, and what is told
+    "kernels": ("", "0", SOUND[1:], f"{NAME} has no avx512 kernels\n{NAME} has no avx2 kernels"),
+    "glibc 2.34": ("", "0", SOUND, f"{NAME} needs GLIBC_2.34, expected at most 2.17"),
+    "library": (DYNAMIC, 'dlsym(0, "")', (*SOUND, "-ldl"), f"{NAME} needs libdl.so.2, {BEYOND}"),
+    "export": (HELPER, "0", SOUND, f"{NAME} exports PyInit__kernels, helper, expected its PyInit function alone"),
+    "rpath": ("", "0", (*SOUND, "-Wl,-rpath,$ORIGIN"), f"{NAME} has an RPATH"),
+    "path": ("", "__FILE__", SOUND, f"{NAME} holds the path FOLDER/source.c"),
+    "abi": (UNSTABLE, "PyUnicode_AsUTF8(0)", SOUND, f"_kernels.abi3.so uses PyUnicode_AsUTF8, {NOT_STABLE}"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_with_a_module(fault, sound, tmp_path):
+    before, used, options, told = FAULTS[fault]
+    glibc = "2.34" if "2.34" in fault else "2.17"
     module = compiled(tmp_path, before + SOURCE, f"-DUSED={used}", *options, glibc=glibc)
-    told = [what.format(name=MODULES[0], folder=tmp_path) for what in expected]
-    assert list(refusals(wheel_of(tmp_path, sound | {MODULES[0]: module}))) == told
+    found = list(refusals(wheel_of(tmp_path, sound | {NAME: module})))
+    assert found == told.replace("FOLDER", str(tmp_path)).split("\n")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -53,35 +54,26 @@ Program = Callable[[Sequence[str], float], Done]
 
 
 def runner(program: Program) -> programs.Runner:
-    """Return what starts commands, one after the other."""
     return lambda commands, seconds, environment: [program(command, seconds) for command in commands]
 
 
-def in_this_process(command: Sequence[str], seconds: float) -> Done:
-    """Run what a stage starts without the seconds that a new Python takes; tests and doctor only seem to run."""
-    kind = kind_of(command)
-    if kind == "tests":
-        return Done(0, "tests/test_x.py::test_it PASSED [ 50%]\ntests/test_x.py::test_two[a b] PASSED [100%]\n", 0.1)
-    if kind == "doctor":
-        return Done(0, '{"findings": []}\n', 0.1)
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        status = (gpu_check if "--measure" in command else train).main(list(command[2:]))
-    return Done(status, output.getvalue(), 0.1)
-
-
-_ENDED: dict[str, tuple[Done, str | None]] = {}
+_ENDED: dict[str, tuple[Done, str]] = {
+    "tests": (Done(0, "tests/x.py::test_it PASSED [ 50%]\ntests/x.py::test_two[a b] PASSED [100%]\n", 0.1), ""),
+    "doctor": (Done(0, '{"findings": []}\n', 0.1), ""),
+}
+"""How programs have ended, and their reports."""
 
 
 def remembered(command: Sequence[str], seconds: float) -> Done:
-    """Run a program once in all tests; later it ends as it did then, and leaves the same report."""
-    report = Path(command[command.index("--report") + 1]) if "--report" in command else None
+    """Run a program in this process, once in all tests; later it ends as it did then, and leaves the same report."""
+    report = Path(command[command.index("--report") + 1]) if "--report" in command else Path(os.devnull)
     kind = kind_of(command)
     if kind not in _ENDED:
-        done = in_this_process(command, seconds)
-        _ENDED[kind] = done, report.read_text() if report is not None else None
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            status = (gpu_check if "--measure" in command else train).main(list(command[2:]))
+        _ENDED[kind] = Done(status, output.getvalue(), 0.1), report.read_text()
     done, content = _ENDED[kind]
-    if report is not None and content is not None:
-        report.write_text(content)
+    report.write_text(content)
     return done
 
 
@@ -95,42 +87,33 @@ def but(kind: str, instead: Callable[[Done], Done]) -> Program:
     return run
 
 
-def results_in(folder: Path) -> dict[str, Any]:
+def results_in(folder: Path) -> Any:
     (path,) = (path for path in folder.glob("*.json") if "trace" not in path.name)
-    results: dict[str, Any] = json.loads(path.read_text())
-    return results
+    return json.loads(path.read_text())
 
 
-def check(folder: Path, program: Program = in_this_process, seconds: float = 1000.0) -> tuple[int, dict[str, Any]]:
-    """Rehearse into a folder, and return the exit status and the results."""
-    status = gpu_check.check(folder, seconds, rehearses=True, runner=runner(program))
-    results = results_in(folder)
-    assert list(results["stages"]) == STAGES
-    return status, results
-
-
-def seconds_of(action: Callable[[], object], rounds: int) -> float:
-    """Return how long an action takes once."""
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
+def check(folder: Path, program: Program) -> tuple[int, Any, dict[str, str]]:
+    """Rehearse; return the exit status, the stages, and what each has come to."""
+    status = gpu_check.check(folder, 1000.0, rehearses=True, runner=runner(program))
+    stages = results_in(folder)["stages"]
+    assert list(stages) == STAGES
+    return status, stages, {name: stage["outcome"] for name, stage in stages.items()}
 
 
 @pytest.fixture(autouse=True)
 def _no_sanitizer_and_no_rounds(monkeypatch):
     monkeypatch.setattr(checks, "sanitizer_path", lambda: None)
-    monkeypatch.setattr(rates, "_median_seconds", seconds_of)
+    monkeypatch.setattr(rates, "_median_seconds", lambda action, rounds: timeit.timeit(action, number=1))
 
 
 def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
-    status, results = check(tmp_path / "new", remembered)
-    outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
-    assert outcomes == {**dict.fromkeys(STAGES, "good"), "sanitizer": "left out"}, results
+    status, stages, outcomes = check(tmp_path / "new", remembered)
+    assert outcomes == {**dict.fromkeys(STAGES, "good"), "sanitizer": "left out"}, stages
     assert status == 0
-    assert results["rehearsal"] is True
+    assert results_in(tmp_path / "new")["rehearsal"] is True
     assert sorted(path.suffix for path in (tmp_path / "new").iterdir()) == [".json", ".json", ".png"]
     assert all(path.name.startswith("rehearsal-") for path in (tmp_path / "new").iterdir())
-    figures = {name: stage["figures"] for name, stage in results["stages"].items()}
+    figures = {name: stage["figures"] for name, stage in stages.items()}
     assert figures["tests"]["tests"] == {"passed": 6}
     (run,) = figures["verification"]["runs"]
     assert min(run["committed"], run["clipped"], run["skipped"], run["elements"]) > 0
@@ -149,26 +132,20 @@ def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
         assert name in printed, name
 
 
-def differing(done: Done) -> Done:
-    """Return the end of a verified run that found a difference; its report is of a right run, all the same."""
-    return Done(1, done.output + "NOT verified: 3 of 99 elements", done.seconds)
-
-
 @pytest.mark.parametrize(
     ("kind", "instead", "stage", "words"),
     [
         ("tests", lambda _: Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0), "tests", "tests/a.py::b"),
-        ("train", differing, "verification", "status 1: NOT verified"),
+        ("train", lambda done: Done(1, done.output + "NOT verified: 3", 1.0), "verification", "status 1: NOT verified"),
         ("rates", lambda done: Done(1, done.output + "RuntimeError: lost", 1.0), "rates", "RuntimeError: lost"),
         (sides.OVERLAPPED, lambda _: Done(1, "RuntimeError: lost", 1.0), "throughput", "RuntimeError: lost"),
     ],
 )
 def test_fault_is_a_failure_and_the_rest_goes_on(kind, instead, stage, words, tmp_path):
-    status, results = check(tmp_path, but(kind, instead))
+    status, stages, outcomes = check(tmp_path, but(kind, instead))
     assert status == 1
-    failed = {name: found for name, found in results["stages"].items() if found["outcome"] == "failed"}
-    assert list(failed) == [stage]
-    assert words in failed[stage]["detail"]
+    assert [name for name, outcome in outcomes.items() if outcome == "failed"] == [stage]
+    assert words in stages[stage]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -184,10 +161,8 @@ def test_fault_is_a_failure_and_the_rest_goes_on(kind, instead, stage, words, tm
     ],
 )
 def test_only_a_run_that_shows_something_is_right(change, words):
-    right = {
-        **{"committed": 5, "clipped": 5, "skipped": 1, "elements": 99},
-        **dict.fromkeys(("elements_differing", "parameters_differing", "steps_differing"), 0),
-    }
+    same = dict.fromkeys(("elements_differing", "parameters_differing", "steps_differing"), 0)
+    right = {"committed": 5, "clipped": 5, "skipped": 1, "elements": 99, **same}
     found = checks.what_is_wrong(Done(0, "", 1.0), {**right, **change})
     assert words in found
     assert bool(found) is bool(change)
@@ -201,11 +176,10 @@ def test_what_is_not_over_in_time_is_said(tmp_path):
         cut.append(kind_of(command))
         return Done(None, "", seconds)
 
-    status, results = check(tmp_path, run)
+    status, stages, outcomes = check(tmp_path, run)
     assert status == 0
-    outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
     assert outcomes == {**dict.fromkeys(STAGES, "shortened"), "verification": "left out", "sanitizer": "left out"}
-    figures = results["stages"]["throughput"]["figures"]
+    figures = stages["throughput"]["figures"]
     assert {row["outcome"] for row in figures["rows"]} == {"not over in time"}
     assert {verdict["answer"] for verdict in figures["verdicts"]} == {"unknown"}
     assert len(cut) == 5 + len(sides.PROGRAMS)
@@ -276,10 +250,7 @@ def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
 
     def refuse(model, side, batch, *arguments):
         if batch == 2:
-            try:
-                raise torch.OutOfMemoryError("full")
-            except torch.OutOfMemoryError as error:
-                raise RuntimeError("the worker failed") from error
+            raise RuntimeError("the worker failed") from torch.OutOfMemoryError("full")
         return steps(model, side, batch, *arguments)
 
     monkeypatch.setattr(throughput, "_steps", refuse)
@@ -303,9 +274,6 @@ def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
     monkeypatch.setattr(throughput, "build_model", Mock(side_effect=RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
         throughput.measure(both)
-
-
-# -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
 def measured(side: str, seconds: float, **figures: Any) -> Row:
@@ -336,16 +304,11 @@ MET, MISSED, NOT_ASKED, UNKNOWN = Answer.MET, Answer.MISSED, Answer.NOT_ASKED, A
     ],
 )
 def test_a_step_is_judged_by_its_bound(alone, mine, on_device, answers):
-    def row(side, seconds, **figures):
-        return Row("m", 1, 1000, side, "does not fit") if seconds is None else measured(side, seconds, **figures)
-
-    rows = [
-        row(sides.ALONE, alone and 1.0, **(alone or {})),
-        row(sides.OVERLAPPED, mine),
-        row(sides.ON_DEVICE, on_device),
-    ]
+    times = {sides.ALONE: alone and 1.0, sides.OVERLAPPED: mine, sides.ON_DEVICE: on_device}
+    figures = {sides.ALONE: alone}
+    rows = [measured(side, seconds, **figures.get(side, {})) for side, seconds in times.items() if seconds is not None]
     assert judged(*rows) == answers
-    assert judged(*(each for each in rows if each.outcome == "measured")) == answers
+    assert judged(*rows, *(Row("m", 1, 1000, side, "does not fit") for side in times if times[side] is None)) == answers
 
 
 @pytest.mark.parametrize(
@@ -355,9 +318,6 @@ def test_a_step_is_judged_by_its_bound(alone, mine, on_device, answers):
 def test_auto_is_judged_by_the_best_placement(times, answer):
     rows = [measured(side, seconds) for side, seconds in zip(sides.SWEPT, times, strict=False)]
     assert judged(*rows)[2:] == [answer]
-
-
-# -- rates -------------------------------------------------------------------------------------------------------------
 
 
 def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is():
@@ -377,9 +337,6 @@ def test_kernels_move_what_a_copy_moves(monkeypatch):
     assert [rate.gigabytes_per_second for rate in found] == [size / each / 1e9 for each in (0.5, 1.0, 2.0, 4.0)]
     assert [rate.share_of_copy for rate in found] == pytest.approx([1.0, 0.5, 0.25, 0.125])
     assert found[-1].elements_per_second == size / rates.ADAM_BYTES_PER_ELEMENT / 4.0
-
-
-# -- what is drawn, and the files --------------------------------------------------------------------------------------
 
 
 def test_results_do_not_overwrite_one_another(tmp_path, monkeypatch):
@@ -436,11 +393,7 @@ EMPTY = Done(checks.NO_TESTS, "1 deselected", 0.1)
     [
         (lambda share, done: EMPTY if share == "1/2" else done, Outcome.GOOD, "4 passed"),
         (lambda share, done: Done(4, "ERROR: not found", 1.0), Outcome.FAILED, "none ran"),
-        (
-            lambda share, done: Done(None, "tests/a.py::b FAILED\ntests/a.py::c PASSED", 1.0),
-            Outcome.FAILED,
-            "2 failed",
-        ),
+        (lambda share, done: Done(None, "tests/a::b FAILED\ntests/a::c PASSED", 1.0), Outcome.FAILED, "2 failed"),
         (lambda share, done: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), Outcome.FAILED, "3 skipped"),
     ],
 )
@@ -471,13 +424,8 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
 @pytest.mark.subprocess
 def test_program_and_what_it_started_end_with_their_time(tmp_path):
     path = tmp_path / "child"
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(path)!r}, 'w').write(str(child.pid))\n"
-        "print('first line', flush=True)\n"
-        "time.sleep(60)\n"
-    )
+    code = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); "
+    code += f"open({str(path)!r}, 'w').write(str(child.pid)); print('first line', flush=True); time.sleep(60)"
     begin = time.monotonic()
     (done,) = programs.run([[sys.executable, "-c", code]], 6.0, {})
     assert time.monotonic() - begin < 30.0
@@ -493,13 +441,10 @@ def test_programs_end_with_the_check(monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            started.append(self)
-
         def wait(self, timeout=None):
             if timeout is not None:
                 raise KeyboardInterrupt
+            started.append(self)
             return super().wait()
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
@@ -524,12 +469,11 @@ def test_programs_run_at_once_and_see_the_wheel_not_the_sources(monkeypatch):
         one, other = (os.path.join(folder, name) for name in "ab")
         os.mkfifo(one)
         os.mkfifo(other)
-        first = f"import sys; open({one!r}, 'w').close(); open({other!r}).close(); print(sys.flags.safe_path)"
-        second = (
-            f"import sys; open({one!r}).close(); open({other!r}, 'w').close(); print('.' in sys.path or '' in sys.path)"
-        )
-        ended = programs.run([[sys.executable, "-c", code] for code in (first, second)], 60.0, {})
-    assert [(done.status, done.output.strip()) for done in ended] == [(0, "True"), (0, "False")]
+        first = f"open({one!r}, 'w').close(); open({other!r}).close()"
+        second = f"open({one!r}).close(); open({other!r}, 'w').close()"
+        shown = "import sys; print(sys.flags.safe_path, '.' in sys.path or '' in sys.path)"
+        ended = programs.run([[sys.executable, "-c", f"{code}; {shown}"] for code in (first, second)], 60.0, {})
+    assert [(done.status, done.output.strip()) for done in ended] == [(0, "True False")] * 2
 
 
 @pytest.mark.subprocess
@@ -549,9 +493,6 @@ def test_report_of_the_doctor_is_found_among_warnings():
     assert (finding.outcome, finding.figures) == (Outcome.GOOD, {"doctor": report})
 
 
-# -- what is carried to a machine without a network --------------------------------------------------------------------
-
-
 def wheel(folder: Path, name: str, *needs: str) -> None:
     with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
         lines = [f"Name: {name}", *(f"Requires-Dist: {need}" for need in needs), "", "text"]
@@ -560,9 +501,8 @@ def wheel(folder: Path, name: str, *needs: str) -> None:
 
 def test_wheels_that_others_need_are_missed(tmp_path):
     wheel(tmp_path, "markdown_it_py", "mdurl~=0.1", "numpy>=2", 'tomli; python_version < "3.11"', 'docs; extra == "x"')
-    wheel(
-        tmp_path, "rich", "Markdown.It-py", 'typing-extensions; python_version < "3.12"', 'x; sys_platform == "win32"'
-    )
+    others = ["Markdown.It-py", 'typing-extensions; python_version < "3.12"', 'x; sys_platform == "win32"']
+    wheel(tmp_path, "rich", *others)
     assert gpu_wheels.missing(tmp_path) == {"mdurl", "typing-extensions"}
 
 

@@ -10,7 +10,6 @@ import runpy
 import shlex
 import shutil
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,19 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (given|not run): ([^>]*) -->\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`((?:superadam|make|python|pytest) [^`]+)`")
-ELSEWHERE = {
-    "git",
-    "pip",
-    "sudo",
-    "echo",
-    "export",
-    "cat",
-    "ulimit",
-    "numactl",
-    "pytest",
-    ".venv/bin/pip",
-    ".venv/bin/python",
-}
+ELSEWHERE = {"git", "pip", "sudo", "echo", "export", "cat", "ulimit", "numactl", "pytest"}
+ELSEWHERE |= {".venv/bin/pip", ".venv/bin/python"}
 """Programs whose commands are not tried."""
 
 README_LINES = 120
@@ -81,11 +69,7 @@ def _light(one_torch_thread):
         torch.distributed.destroy_process_group()
 
 
-# ---- what stands for the reader's own ------------------------------------------------------------------------------
-
-
 def training(folder: Path) -> Names:
-    """Return a model, its optimizer, and a loop."""
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(torch.bfloat16)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
 
@@ -96,15 +80,8 @@ def training(folder: Path) -> Names:
             optimizer.zero_grad()
 
     train(1)
-    return {
-        "torch": torch,
-        "OffloadScheduler": OffloadScheduler,
-        "model": model,
-        "optimizer": optimizer,
-        "train": train,
-        "folder": folder,
-        "step": 3,
-    }
+    names: Names = {"torch": torch, "OffloadScheduler": OffloadScheduler, "folder": folder, "step": 3}
+    return {**names, "model": model, "optimizer": optimizer, "train": train}
 
 
 def one_rank(folder: Path) -> Names:
@@ -114,39 +91,24 @@ def one_rank(folder: Path) -> Names:
 
 
 def trainer(folder: Path) -> Names:
-    """Return what a Trainer needs: a model, data and arguments."""
     transformers: Any = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    tokens = torch.arange(8)
-    return {
-        "transformers": transformers,
-        "model": transformers.LlamaForCausalLM(config).to(torch.bfloat16),
-        "dataset": [{"input_ids": tokens, "labels": tokens}] * 8,
-        "arguments": transformers.TrainingArguments(
-            output_dir=str(folder), max_steps=3, learning_rate=1e-3, report_to="none", save_strategy="no"
-        ),
-    }
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model, tokens = transformers.LlamaForCausalLM(config).to(torch.bfloat16), torch.arange(8)
+    options = {"max_steps": 3, "learning_rate": 1e-3, "report_to": "none", "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(folder), **options)
+    dataset = [{"input_ids": tokens, "labels": tokens}] * 8
+    return {"transformers": transformers, "model": model, "dataset": dataset, "arguments": arguments}
 
 
 def zero_run(folder: Path) -> Names:
-    """Return a folder with a run of DeepSpeed, and the model and optimizer that continue it."""
     pytest.importorskip("safetensors")
     shutil.copytree(ROOT / "tests/integrations/deepspeed_data/zero3-2", folder / "run")
     model = deepspeed_run.Model().to(torch.bfloat16)
     return {"model": model, "optimizer": SpeculativeCPUAdamW(deepspeed_run.groups_of(model)), "folder": folder}
 
 
-GIVEN: dict[str, Callable[[Path], Names]] = {
-    "training": training,
-    "one_rank": one_rank,
-    "trainer": trainer,
-    "zero_run": zero_run,
-}
-
-
-# ---- tests ---------------------------------------------------------------------------------------------------------
+GIVEN = {function.__name__: function for function in (training, one_rank, trainer, zero_run)}
 
 
 @named([page for page in PAGES if any(block.language == "python" for block in blocks_of(page))])
@@ -176,7 +138,6 @@ def test_commands_exist(page):
 
 
 def check(command: str) -> None:
-    """Fail unless a command is one that this repository has."""
     words = shlex.split(command, comments=True)
     match words:
         case ["superadam", *arguments]:
@@ -204,10 +165,6 @@ def check(command: str) -> None:
             assert program in ELSEWHERE, command
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
-
-
 def test_each_first_page_has_the_same_ways_to_install():
     """With the wheel that is built, extras that exist, and words that a shell hands over as they are."""
     pages = [ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/quickstart.md"]
@@ -225,7 +182,8 @@ def test_each_first_page_has_the_same_ways_to_install():
     assert all(clone in page.read_text() for page in pages)
 
 
-def test_first_program_of_the_readme_is_short():
+def test_the_readme_and_its_first_program_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
     first = next(block for block in blocks_of(ROOT / "README.md") if block.language == "python")
     assert len([line for line in first.text.splitlines() if line]) <= 16
 
@@ -244,15 +202,10 @@ def test_picture_is_what_its_script_draws():
     assert drawn == (ROOT / "docs" / "timeline.svg").read_text()
 
 
-API = (ROOT / "docs/api.md").read_text()
-
-
-def test_api_page_shows_all_that_the_package_exports():
-    shown = re.findall(r"auto(?:class|function):: superadam\.(\w+)$", API, re.MULTILINE)
+def test_api_page_shows_all_that_the_package_exports_and_every_public_method():
+    page = (ROOT / "docs/api.md").read_text()
+    shown = re.findall(r"auto(?:class|function):: superadam\.(\w+)$", page, re.MULTILINE)
     assert set(shown) == set(superadam.__all__)
-
-
-@pytest.mark.parametrize("kind", [superadam.SpeculativeCPUAdam, superadam.OffloadScheduler])
-def test_api_page_shows_every_public_method(kind):
-    shown = re.findall(r"auto(?:method|property):: (\w+)$", API, re.MULTILINE)
-    assert {name for name in vars(kind) if not name.startswith("_")} <= set(shown)
+    shown = re.findall(r"auto(?:method|property):: (\w+)$", page, re.MULTILINE)
+    names = [*vars(superadam.SpeculativeCPUAdam), *vars(superadam.OffloadScheduler)]
+    assert {name for name in names if not name.startswith("_")} <= set(shown)

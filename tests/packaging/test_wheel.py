@@ -46,7 +46,6 @@ def pip(*arguments: str | Path, **environment: str) -> None:
 
 
 def bare_python(folder: Path) -> Path:
-    """Return an interpreter in a fresh environment that sees no packages at all."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     return folder / "venv/bin/python"
 
@@ -55,10 +54,8 @@ def run(python: Path, program: str, site: Path | None = None) -> str:
     """Run a program away from any checkout; torch and the like come last, so that superadam is the one in `site`."""
     others = next(path for path in sys.path if (Path(path) / "torch").is_dir())
     paths = f"import sys; sys.path[:0] = {[str(site)] if site else []!r}; sys.path.append({others!r})\n"
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [python, "-c", paths + program], cwd=python.parent, env=environment, check=False, capture_output=True, text=True
-    )
+    how = {"cwd": python.parent, "env": {**os.environ, "PYTHONSAFEPATH": "1"}, "check": False}
+    done = subprocess.run([python, "-c", paths + program], **how, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

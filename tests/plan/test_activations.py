@@ -16,16 +16,9 @@ from superadam.plan.models import build, on_meta, with_layers  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 8000,
-    "pad_token_id": None,
-    "attention_dropout": 0.0,  # for which CPUs have no fused kernel
-}
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 8000, "pad_token_id": None}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+SIZES |= {"attention_dropout": 0.0}  # for which CPUs have no fused kernel
 EXPERTS = {
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},

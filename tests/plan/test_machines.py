@@ -19,13 +19,17 @@ from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind
 
 
+def read_back(machine: machines.Machine, folder: Path) -> machines.Machine:
+    file = folder / "machine.toml"
+    file.write_text(to_toml(machine))
+    return machines.read(str(file))
+
+
 @pytest.mark.parametrize("name", machines.names())
 def test_numbers_of_a_machine_have_sources(name: str, tmp_path: Path) -> None:
     machine = machines.read(name)
     assert all(one.source and one.kind is not Kind.EXACT for one in machine.rates.values())
-    file = tmp_path / "machine.toml"
-    file.write_text(to_toml(machine))
-    assert machines.read(str(file)) == machine
+    assert read_back(machine, tmp_path) == machine
 
 
 @pytest.mark.parametrize(
@@ -79,22 +83,14 @@ def test_less_of_a_cpu_makes_no_pass_quicker(name: str, factor: float, machine: 
         assert getattr(seconds_of(after), each) >= getattr(seconds_of(before), each)
 
 
-def compared(seconds: float) -> Comparison:
-    alike = Spread.of([seconds])
-    return Comparison(1, Spread.of([1.0]), alike, alike)
-
-
 def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
     setting = passes.Setting("scalar", 1, Dtype.BFLOAT16, Dtype.BFLOAT16)
-    rows = [
-        passes.PassResult(which, norm, setting, 1000, 0.0, Variant(32, 0), compared(1e-6 * cost))
-        for cost, which in enumerate(PASSES.values(), 1)
-        for norm in (True, False)
-    ]
+    rows = []
+    for cost, which in enumerate(PASSES.values(), 1):
+        compared = Comparison(1, Spread.of([1.0]), *[Spread.of([1e-6 * cost])] * 2)
+        rows += [passes.PassResult(which, norm, setting, 1000, 0.0, Variant(32, 0), compared) for norm in (True, False)]
     base = machines.read("gh200")
     machine = measured(base, rows, 10**9, "here")
     assert seconds_of(machine).fused == pytest.approx(4e-9)
     assert machine.host_memory.value == 1e9
-    file = tmp_path / "machine.toml"
-    file.write_text(to_toml(machine))
-    assert machines.read(str(file)) == machine
+    assert read_back(machine, tmp_path) == machine

@@ -1,6 +1,6 @@
 """What fits, what does not, and what the answer says of it; sums are those of the scheduler."""
 
-from collections.abc import Iterator
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,23 +10,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from support.presets import remembering
+from support.presets import PRESETS, peaks_found_once  # noqa: F401
 
-from superadam.cli.plan.presets import presets
 from superadam.integrations.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
 from superadam.plan.activations import Activations
-from superadam.plan.memory import (
-    RESUMING,
-    TRAINING,
-    Memory,
-    Setting,
-    Subject,
-    activations_for,
-    memory_of,
-    total,
-)
+from superadam.plan.memory import RESUMING, TRAINING, Memory, Setting, Subject, activations_for, memory_of, total
 
 pytestmark = pytest.mark.slow
 
@@ -37,18 +27,11 @@ Planned = tuple[Subject, Setting, Memory, Activations]
 
 
 def planned(name: str, machine: str, **chosen: Any) -> Planned:
-    preset = presets()[name]
-    setting = Setting(sequences=preset.sequences, tokens=preset.tokens, ranks=preset.ranks)
-    setting = replace(setting, **chosen)
+    preset = PRESETS[name]
+    setting = replace(Setting(preset.sequences, preset.tokens, ranks=preset.ranks), **chosen)
     subject = Subject.of(preset.config)
     found = activations_for(subject, setting)
     return subject, setting, memory_of(subject, setting, machines.read(machine), found), found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _remembering() -> Iterator[None]:
-    with remembering():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +82,17 @@ def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: Planned) -> None:
 def test_measured_categories_replace_those_of_a_plan(gpt_oss: Planned, scales: list[float]) -> None:
     """It fits if no stage of the measured ones exceeds its limit, whatever was planned."""
     memory, numbers = gpt_oss[2], iter(scales)
-
-    def scaled(stages: Any) -> Any:
-        return {
-            stage: {name: int(next(numbers, 1.0) * size) for name, size in one.items()} for stage, one in stages.items()
-        }
-
-    found = replace(memory, gpu=scaled(memory.gpu), host=scaled(memory.host))
+    gpu, host = copy.deepcopy((memory.gpu, memory.host))
+    for stage in [*gpu.values(), *host.values()]:
+        stage.update({name: int(next(numbers, 1.0) * size) for name, size in stage.items()})
+    found = replace(memory, gpu=gpu, host=host)
     fits = all(total(one) <= found.gpu_limit for one in found.gpu.values())
     assert found.trains is (fits and total(found.host[TRAINING]) <= found.host_limit)
 
 
 def test_ranks_divide_what_they_shard() -> None:
     machine, found = machines.read("h200"), Activations(0, 0, 0, 0)
-    subject = Subject.of(presets()["qwen3-30b-a3b"].config)
+    subject = Subject.of(PRESETS["qwen3-30b-a3b"].config)
     two, four = (memory_of(subject, Setting(ranks=ranks), machine, found) for ranks in (2, 4))
     assert four.host[TRAINING]["state"] == pytest.approx(two.host[TRAINING]["state"] / 2, rel=1e-3)
     layer = (subject.parameters - subject.root) / subject.config.num_hidden_layers
@@ -138,4 +118,4 @@ def test_weights_that_flow_leave_the_gpu() -> None:
     assert memory.trains
     assert memory.waiting == 0
     assert memory.gpu["forward"]["weights"] == 0
-    assert memory.host[TRAINING]["weights"] == 2 * presets()["phi-4"].parameters
+    assert memory.host[TRAINING]["weights"] == 2 * PRESETS["phi-4"].parameters

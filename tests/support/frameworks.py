@@ -5,7 +5,7 @@ No framework's loop is changed: a test hands over the optimizer, and opens the s
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Before any framework is imported: nothing is looked up, reported or asked for.
@@ -22,7 +22,7 @@ if "huggingface_hub.constants" in sys.modules:  # another file's test has import
 
 import pytest
 import torch
-from support.visible import bits, parameters_of, state_bits
+from support.visible import bits, visible
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -36,15 +36,15 @@ WIDTH = 16
 DTYPES = [torch.bfloat16, torch.float32]
 """What models are trained in: working copies that are speculated on, and parameters that are their own masters."""
 
+MARKS = [
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-# ---- models and data ---------------------------------------------------------------------------------------------
-
-
 class Block(nn.Module):
-    """A feed-forward layer with a residual connection."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
@@ -55,8 +55,6 @@ class Block(nn.Module):
 
 
 class Predictor(nn.Module):
-    """Predicts the next token from the present one; returns the loss."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -91,18 +89,8 @@ def adamw(model: nn.Module, **options: Any) -> SpeculativeCPUAdamW:
     return SpeculativeCPUAdamW(trained, **{"lr": 1e-2, **options})
 
 
-# ---- runs --------------------------------------------------------------------------------------------------------
-
-
 class Run:
-    """One training run.
-
-    Attributes:
-        scheduled: whether schedulers work in it.
-        schedulers: those that were opened.
-        optimizers: whose parameters and state are compared.
-        logged: per step, or whatever is logged at once, names and values.
-    """
+    """A training run, with the schedulers that were opened, the optimizers to compare, and what was logged."""
 
     def __init__(self, *, scheduled: bool) -> None:
         self.scheduled = scheduled
@@ -113,39 +101,22 @@ class Run:
     def open(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Let an optimizer train a model: with a scheduler, if there is to be one, and buckets of a few parameters."""
         assert isinstance(optimizer, SpeculativeCPUAdamW)
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         if self.scheduled:
             self.schedulers.append(OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=500))
 
-    def close(self) -> None:
-        """Close what is open."""
-        for scheduler in self.schedulers:
-            scheduler.close()
-
     def everything(self) -> dict[str, Any]:
-        """Return bits and numbers, each under a name of its own."""
         named: dict[str, Any] = {}
         for index, entry in enumerate(self.logged):
             for name, value in entry.items():
                 named[f"log {index} {name}"] = bits(value) if isinstance(value, Tensor) else repr(value)
         for number, optimizer in enumerate(self.optimizers):
-            for index, parameter in enumerate(parameters_of(optimizer)):
-                gradient = parameter.grad
-                named[f"gradient {number}.{index}"] = None if gradient is None else bits(gradient)
-            seen = state_bits(optimizer)
+            seen = visible(optimizer)
+            for kind in ("gradient", "parameter"):
+                named |= {f"{kind} {number}.{index}": value for index, value in enumerate(seen[f"{kind}s"])}
             for index, state in seen["state"].items():
-                for name, value in state.items():
-                    named[f"state {number}.{index} {name}"] = value
-            for index, value in enumerate(seen["parameters"]):
-                named[f"parameter {number}.{index}"] = value
+                named |= {f"state {number}.{index} {name}": value for name, value in state.items()}
         return named
-
-
-def history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a Trainer of transformers logged, without what depends on the time or on a resumption."""
-    passing = ("_runtime", "_per_second", "step_time", "train_loss")
-    return [{name: value for name, value in entry.items() if not name.endswith(passing)} for entry in entries]
 
 
 Training = Callable[[Run], None]
@@ -155,18 +126,16 @@ Training = Callable[[Run], None]
 def everything_in(training: Training, *, scheduled: bool, accepts: bool | None = None) -> dict[str, Any]:
     """Train, and return what the run came to.
 
-    Args:
-        training: to be run.
-        scheduled: whether schedulers work in it.
-        accepts: for a run with a scheduler, whether it must have accepted some of what it speculated on; None if it
-            may have speculated on nothing.
+    With a scheduler, `accepts` is whether it must have accepted some of what it speculated on; None if it may have
+    speculated on nothing.
     """
     run = Run(scheduled=scheduled)
     try:
         training(run)
         everything = run.everything()  # while schedulers are at work, which readers need not know
     finally:
-        run.close()
+        for scheduler in run.schedulers:
+            scheduler.close()
     assert bool(run.schedulers) == scheduled
     for scheduler in run.schedulers if accepts is not None else ():
         assert scheduler.statistics.speculated_buckets > 0
@@ -184,11 +153,8 @@ def assert_same(plain: Mapping[str, Any], scheduled: Mapping[str, Any]) -> None:
 def compare(training: Training, dtype: torch.dtype = torch.bfloat16, *, accepts: bool | None = True) -> dict[str, Any]:
     """Train without and with a scheduler, and check that both come to the same bits; return what both came to.
 
-    Args:
-        training: to be run.
-        dtype: of the trained parameters; fp32 ones in host memory are not speculated on.
-        accepts: whether speculation must have been accepted, which it is not where every step is clipped; None where
-            it may not have been tried, because all gradients are edited.
+    Parameters of fp32 in host memory are not speculated on. Speculation is not accepted where every step is clipped,
+    and may not be tried (None) where all gradients are edited.
     """
     plain = everything_in(training, scheduled=False)
     speculates = None if dtype is torch.float32 else accepts

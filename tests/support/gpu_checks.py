@@ -22,7 +22,6 @@ from superadam.state.parameter import ARRAYS
 
 
 def dtypes_of(segment: Segment) -> dict[str, torch.dtype]:
-    """Return the dtype of each array that an update uses."""
     real = torch.float64 if segment.gradient_dtype is Dtype.FLOAT64 else torch.float32
     state = stored_dtypes(real, segment.format)
     arrays = {"gradient": TORCH_DTYPES[segment.gradient_dtype], "out": TORCH_DTYPES[segment.out_dtype]}
@@ -30,7 +29,6 @@ def dtypes_of(segment: Segment) -> dict[str, torch.dtype]:
 
 
 def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
-    """Return the arrays of a segment that an update uses as tensors on the device."""
     dtypes = dtypes_of(segment)
     used = {name: array for name, array in segment.arrays.items() if name in dtypes}
     return {
@@ -184,7 +182,6 @@ def adam_values(variants: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]
 
 
 def request_of(item: pytest.Function) -> Request:
-    """Return what a test of compiled code looks up."""
     values = dict(item.callspec.params)
     (name,) = (kernel for kernel in LAUNCHES if kernel in item.originalname)
     target = values.pop("target")

@@ -1,8 +1,9 @@
 """The models of examples/presets: the rows of the table in docs/presets.md, and what plans of them found before."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
+
+import pytest
 
 from superadam.cli.plan.presets import Preset, presets
 from superadam.offload.needs import needs_of
@@ -18,7 +19,6 @@ PRESETS = presets()
 
 
 def row(name: str, preset: Preset) -> str:
-    """Return the preset's row."""
     storage = Storage(Moments(preset.moments), Master(preset.master))
     needs = [needs_of(one, is_on_host=False, storage=storage) for one in on_meta(preset.config).parameters()]
     state = sum(each.state for each in needs) / GIGABYTE
@@ -32,8 +32,9 @@ def row(name: str, preset: Preset) -> str:
 _FOUND: dict[Any, Activations] = {}
 
 
-def remembering() -> Any:
-    """Return a context in which the peaks of a model in a setting are found once; running it again takes seconds."""
+@pytest.fixture(scope="module", autouse=True)
+def peaks_found_once() -> Iterator[None]:
+    """Find the peaks of a model in a setting once, in a file that imports this; running it again takes seconds."""
     find: Callable[..., Activations] = memory.activations_of
 
     def found(config: Any, *sizes: int, **how: Any) -> Activations:
@@ -42,4 +43,6 @@ def remembering() -> Any:
             _FOUND[key] = find(config, *sizes, **how)
         return _FOUND[key]
 
-    return mock.patch.object(memory, "activations_of", found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "activations_of", found)
+        yield
