@@ -19,6 +19,32 @@ from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.testing import SimulatedDevice
 
 
+class Model(nn.Module):
+    """Has even, uneven and empty shards, a tied, an unused and a frozen parameter, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 1)
+        self.tied = nn.Linear(7, 1)
+        self.tied.weight = self.last.weight
+        self.unused = nn.Linear(3, 5)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.second(self.first(x).relu())
+        result: Tensor = self.frozen(self.last(inner) + self.tied(inner.tanh()))
+        return result
+
+
+def model_of(dtype: torch.dtype, seed: int = 1, **options: Any) -> Any:
+    """Return such a model, its two matrices and all the rest sharded one by one."""
+    torch.manual_seed(seed)
+    model = Model().to(dtype)
+    wrap([model.first, model.second, model], **options)
+    return model
+
+
 @torch.no_grad()
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, in the same memory; an ordinary tensor itself."""
