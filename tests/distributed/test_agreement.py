@@ -34,9 +34,6 @@ def seen(*parameters: Any) -> list[Any]:
     return [bits(local(parameter)) for parameter in parameters]
 
 
-# -- one verdict -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("speculative", [False, True], ids=["step", "speculate"])
 @pytest.mark.parametrize("shape", [None, (2, 1), (1, 2)], ids=["1-D", "HSDP 2 x 1", "HSDP 1 x 2"])
 @on_ranks(2)
@@ -114,9 +111,6 @@ def test_gradients_on_one_rank_only(rank):
     parameter.grad = None
     optimizer.step()
     assert optimizer.last_outcome.grad_norm == 0.0
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def placed(placement: Any) -> DTensor:
@@ -267,9 +261,6 @@ def end_of_rank_1(rank: int) -> str:
 @pytest.mark.slow
 def test_a_rank_that_ends():
     assert run(end_of_rank_1, 2) == ["raised", ENDED]
-
-
-# -- torch's own functions ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -37,9 +37,6 @@ def train(model: Any, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
-# ---- two jobs --------------------------------------------------------------------------------------------------------
-
-
 def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[Any, list[str], str]:
     """Resume or start, and save so often, together with the other job; return what was resumed, saved and refused."""
     model, optimizer = make()
@@ -91,8 +88,6 @@ def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_delet
 def load_all(rank: int, *, folder: str) -> list[Any]:
     return [load(path, *make()) for path in sorted(Path(folder).glob("save-*"))]
 
-
-# ---- a folder that ranks do not share --------------------------------------------------------------------------------
 
 HERE = "/proc/self/cwd/run"
 """A path that leads each process to a folder of its own, as on nodes that share no file system."""

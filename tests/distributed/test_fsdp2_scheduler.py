@@ -31,9 +31,6 @@ LIMIT = 0.5
 LAYERS = tuple(SHAPES[:3])
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
-
-
 def sharded(
     dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = LAYERS, *, mesh: str = "shard", **options: Any
 ) -> nn.Module:
@@ -214,9 +211,6 @@ def test_program_has_the_bits_of_training_without_a_scheduler(rank, name):
         found, told = trained(rank, PROGRAMS[name], where)
         assert told == kinds
         assert_same(found, parts)
-
-
-# ---- when gradients are taken ----------------------------------------------------------------------------------------
 
 
 def on_two_streams(rank: int, where: str | None, layers: int, micro_batches: int) -> list[Tensor]:

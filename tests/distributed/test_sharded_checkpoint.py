@@ -249,9 +249,6 @@ def test_process_group_may_be_a_part_of_the_ranks(tmp_path):
     ranks.run(use_group, 3, folder=str(tmp_path))
 
 
-# ---- beside training -------------------------------------------------------------------------------------------------
-
-
 GB = 10**9
 LEFT: dict[str, tuple[list[dict[str, int]], str | None]] = {
     "on two machines": ([{"a": 11 * GB}, {"b": 11 * GB}], None),

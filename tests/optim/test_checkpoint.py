@@ -36,9 +36,6 @@ def make(
     return cls([parameter(64, dtype=dtype), parameter(2, 64, dtype=dtype, seed=1)], **{"lr": 0.1, **options})
 
 
-# -- damaged and foreign -----------------------------------------------------------------------------------------------
-
-
 SPOILED_ENTRIES: list[Callable[[dict], Any]] = []
 
 
@@ -243,9 +240,6 @@ def test_hook_that_returns_no_state_dict() -> None:
     optimizer.load_state_dict(saved)
 
 
-# -- there and back ----------------------------------------------------------------------------------------------------
-
-
 def _with_scheduler(optimizer: Any, saved: Any) -> None:
     with OffloadScheduler(optimizer, torch.nn.ParameterList(parameters_of(optimizer)), num_threads=1):
         pass
@@ -284,9 +278,6 @@ def test_weights_that_are_loaded_late_meet_the_loaded_masters(between: str, step
         _with_frozen(source)
     copy_weights(fresh, source)
     train_alike(source, fresh, *range(4, 6), speculative=False)
-
-
-# -- what others keep in the state -------------------------------------------------------------------------------------
 
 
 OTHERS = ("slow", "mean", "history", "name")
@@ -424,8 +415,6 @@ def test_between_dtypes_of_the_model(dtype: torch.dtype) -> None:
     again.step()
     assert again.state_dict()["state"][0]["master"].dtype == torch.float32
 
-
-# -- torch's Adam and AdamW --------------------------------------------------------------------------------------------
 
 OPTIONS = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
 

@@ -25,9 +25,6 @@ def stored(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     return [(entry["exp_avg"], entry["exp_avg_sq"]) for entry in entries(optimizer)]
 
 
-# -- what is stored ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", ["bfloat16", "BF16", "", None, 16, torch.bfloat16, ["bf16"]])
 def test_other_values_are_refused_in_one_sentence(value: Any) -> None:
     for cls in (SpeculativeCPUAdam, SpeculativeCPUAdamW):
@@ -55,9 +52,6 @@ def test_moments_are_bf16_tensors_of_the_parameters_shape(dtype: torch.dtype, am
 def test_fp64_parameters_have_the_bits_of_fp64_moments(amsgrad: bool) -> None:
     plain, ours = (make(torch.float64, moments=moments, amsgrad=amsgrad) for moments in ("fp32", "bf16"))
     train_alike(ours, plain, 0, 1, 2)
-
-
-# -- numbers at the edge -----------------------------------------------------------------------------------------------
 
 
 def mean_after(steps: int, gradient: float, **options: Any) -> tuple[float, float]:
@@ -122,9 +116,6 @@ def test_every_step_has_its_own_thresholds(begin: int) -> None:
             assert bits(narrow.float()) == bits(round_by_thresholds(wide, step, 16))
             assert bits(narrow.float()) != bits(round_by_thresholds(wide, step + 1, 16))
         assert entries(ours)[0]["step"] == step
-
-
-# -- what is loaded ----------------------------------------------------------------------------------------------------
 
 
 @EACH_PAIR

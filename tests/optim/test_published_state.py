@@ -22,8 +22,6 @@ from support.visible import (
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim.published_state import PublishedState
 
-# -- shared memory -----------------------------------------------------------------------------------------------------
-
 
 def _two_views(first: slice, second: slice) -> list[torch.nn.Parameter]:
     buffer = torch.zeros(10)
@@ -68,9 +66,6 @@ def test_parameters_side_by_side_in_one_buffer() -> None:
         for optimizer in (flat, apart):
             train(optimizer, seed, speculative=bool(seed))
     assert visible(flat) == visible(apart)
-
-
-# -- parameters that change --------------------------------------------------------------------------------------------
 
 
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -139,9 +134,6 @@ def test_conversion_that_does_not_fit_is_refused(dtype: torch.dtype, conversion:
     assert visible(optimizer) == visible(twin)
     if conversion == "shorter":
         assert state_bits(optimizer) == state_bits(trained(make(dtype), [1, 2]))
-
-
-# -- the published state -----------------------------------------------------------------------------------------------
 
 
 def _set_inference_step(state: Any, p: torch.Tensor) -> None:

@@ -21,8 +21,6 @@ from support.visible import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-# -- the object --------------------------------------------------------------------------------------------------------
-
 
 @EACH_PAIR
 def test_groups_defaults_and_text_are_those_of_torch(ours: type, theirs: type) -> None:
@@ -81,9 +79,6 @@ def test_options_that_cannot_be_are_refused(key: str) -> None:
     optimizer = make()
     with refused(optimizer, RuntimeError, f"{key}=True is not possible"):
         optimizer.add_param_group({"params": [parameter(3)], key: True})
-
-
-# -- hooks -------------------------------------------------------------------------------------------------------------
 
 
 @EACH_PAIR
@@ -171,9 +166,6 @@ def test_profiler_ranges() -> None:
         optimizer.zero_grad()
     names = [event.name for event in profile.events() if event.name.startswith("Optimizer.")]
     assert names == [f"Optimizer.{name}#SpeculativeCPUAdamW.{name}" for name in ("step", "zero_grad")]
-
-
-# -- closures and gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -277,9 +269,6 @@ def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype
     assert p._version == version
     assert bits(p.grad) == bits(q.grad)
     assert visible(optimizer)["state"] == visible(twin)["state"]
-
-
-# -- other parts of torch ----------------------------------------------------------------------------------------------
 
 
 def test_compiled_step() -> None:
