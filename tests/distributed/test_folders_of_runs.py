@@ -30,13 +30,6 @@ def make() -> tuple[nn.Module, Any]:
     return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
 
 
-def train(model: Any, optimizer: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    model(torch.randn(2, 4)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[Any, list[str], str]:
     """Resume or start, and save so often, together with the other job; return what was resumed, saved and refused."""
     model, optimizer = make()
@@ -47,7 +40,9 @@ def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[
         wait_until(Path(folder, f"{other}-{one}").exists)
     saved = []
     for number in range(saves):
-        train(model, optimizer, number)
+        model(torch.full((2, 4), number + 1.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         try:
             saved.append(save(Path(folder, "run"), model, optimizer, extra={"job": job, "number": number}).name)
         except CheckpointError as error:
@@ -59,8 +54,8 @@ def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[
 def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins, tmp_path):
     earlier = None
     if begins == "continued":
-        (tmp_path / "none-0").touch()
-        (tmp_path / "none-1").touch()
+        for rank in (0, 1):
+            (tmp_path / f"none-{rank}").touch()
         earlier = {"job": "first", "number": 0}
         assert ranks.run(be_a_job, 2, folder=str(tmp_path), job="first", other="none", saves=1)[0][1]
     cases = [{"folder": str(tmp_path), "job": one, "other": other, "saves": 4} for one, other in ("ab", "ba")]
@@ -93,40 +88,49 @@ HERE = "/proc/self/cwd/run"
 """A path that leads each process to a folder of its own, as on nodes that share no file system."""
 
 
+def told(work: Any, *arguments: Any) -> str:
+    """Return what a call is refused with."""
+    with pytest.raises(CheckpointError) as error:
+        work(*arguments)
+    return str(error.value)
+
+
+def save_alone(rank: int, path: Any) -> None:
+    """Save a model of this rank's own."""
+    plain = nn.Linear(4, 3)
+    alone = distributed.new_group([rank], use_local_synchronization=True)
+    save(path, plain, torch.optim.AdamW(plain.parameters()), process_group=alone)
+
+
 def use_folders_of_their_own(rank: int, *, folder: str) -> list[str]:
     """Return what `latest`, `save` and `load` say, first in empty folders, and then where each rank holds a run."""
     own = Path(folder, str(rank))
     own.mkdir()
     words = []
 
-    def refused(work: Any) -> None:
-        before = sorted(own.rglob("*"))
+    def files() -> list[Path]:
+        return [path for path in sorted(own.rglob("*")) if path.name not in ("run", ".lock")]
+
+    def refused(work: Any, *arguments: Any) -> None:
+        before = files()
         distributed.barrier()
-        with pytest.raises(CheckpointError) as error:
-            work()
-        words.append(str(error.value))
-        assert [path for path in sorted(own.rglob("*")) if path.name not in ("run", ".lock")] == [
-            path for path in before if path.name not in ("run", ".lock")
-        ]
+        words.append(told(work, *arguments))
+        assert files() == before
         distributed.barrier()
 
     with contextlib.chdir(own):
         model, optimizer = make()
         for _ in range(2):  # on other ranks, the folder is absent first
-            refused(lambda: latest(HERE))
-            refused(lambda: save(HERE, model, optimizer))
+            refused(latest, HERE)
+            refused(save, HERE, model, optimizer)
             Path(HERE).mkdir(exist_ok=True)
             distributed.barrier()
-        if rank == 0:
-            (own / "group").touch()
-        alone = distributed.new_group([rank], use_local_synchronization=True)
-        plain = nn.Linear(4, 3)
-        save(HERE, plain, torch.optim.AdamW(plain.parameters()), extra=rank, process_group=alone)
+        save_alone(rank, HERE)
         distributed.barrier()
-        refused(lambda: latest(HERE))
-        refused(lambda: load(HERE, model, optimizer))
-        refused(lambda: load(Path(HERE, "save-00000001"), model, optimizer))
-        refused(lambda: save(HERE, model, optimizer))
+        refused(latest, HERE)
+        refused(load, HERE, model, optimizer)
+        refused(load, Path(HERE, "save-00000001"), model, optimizer)
+        refused(save, HERE, model, optimizer)
     return words
 
 
@@ -146,18 +150,12 @@ def use_copies(rank: int, *, folder: str) -> list[str]:
     """Return what `latest` and `load` say where each rank holds a copy of one run; what lies there stays the same."""
     own = Path(folder, str(rank))
     if rank == 0:
-        plain = nn.Linear(4, 3)
-        alone = distributed.new_group([0], use_local_synchronization=True)
-        save(own / "run", plain, torch.optim.AdamW(plain.parameters()), process_group=alone)
+        save_alone(rank, own / "run")
         shutil.copytree(own, own.with_name("1"))
     distributed.barrier()
-    words = []
     before = sorted(own.rglob("*"))
     with contextlib.chdir(own):
-        for work in (latest, lambda path: load(path, *make()), lambda path: load(path / "save-00000001", *make())):
-            with pytest.raises(CheckpointError) as error:
-                work(Path(HERE))
-            words.append(str(error.value))
+        words = [told(latest, HERE), told(load, HERE, *make()), told(load, Path(HERE, "save-00000001"), *make())]
     assert sorted(own.rglob("*")) == before
     return words
 
@@ -188,9 +186,7 @@ def use_a_shared_folder(rank: int, *, folder: str) -> tuple[list[str], Any, str]
         refuse = Mock(side_effect=PermissionError("read-only"))  # root may write anywhere
         patch.setattr("tempfile.NamedTemporaryFile", refuse)
         loaded = load(latest(path), *make())
-    with pytest.raises(CheckpointError) as error:
-        latest(Path(folder, "file", "run"))
-    return found, loaded, str(error.value)
+    return found, loaded, told(latest, Path(folder, "file", "run"))
 
 
 def test_folder_that_is_shared_is_left_as_it_was_and_can_be_read_only(tmp_path):

@@ -1,5 +1,6 @@
 """Small models under `fully_shard`, and the parts of DTensors on this rank."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -167,3 +168,9 @@ def parts_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
     for parameter in model.parameters():
         parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
     return [local(part).cpu().clone() for part in parts]
+
+
+def digest_of(model: nn.Module, optimizer: Any) -> str:
+    """Return a digest of the bits of these parts."""
+    parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts_of(model, optimizer)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
