@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from support import ranks
-from support.shards import model_of
+from support.shards import model_of, wrap
 from support.visible import content
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.host.memory import Claim
@@ -323,3 +324,59 @@ def test_save_outlives_the_process_group(moment, late, tmp_path):
 
 def load_newest(rank: int, *, folder: str) -> None:
     load(folder, *make(SpeculativeCPUAdamW, 2))
+
+
+STORAGE = [("bf16", "fp32"), ("8bit", "24bit")]
+
+
+def make_compact(size: int, moments: str, master: str) -> tuple[Any, SpeculativeCPUAdamW]:
+    """Return a model of weights that have whole blocks on every rank, and of others that begin at all positions.
+
+    On several ranks it is sharded.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(9, 5), nn.Linear(3, 9)
+    ).bfloat16()
+    if size > 1:
+        wrap([*model, model])
+    return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2, moments=moments, master=master, max_grad_norm=1.0)
+
+
+def gradient_of(parameter: Any, step: int, number: int) -> Tensor:
+    whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number)).bfloat16()
+    mesh = getattr(parameter, "device_mesh", None)
+    return whole if mesh is None else distribute_tensor(whole, mesh, parameter.placements)
+
+
+def train_compact(model: nn.Module, optimizer: SpeculativeCPUAdamW, steps: range) -> None:
+    for step in steps:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = gradient_of(parameter, step, number)
+        optimizer.speculate()
+        optimizer.step()
+
+
+def continue_compact(rank: int, *, folder: str, seed: int, moments: str, master: str) -> dict[str, Any]:
+    """Continue from a checkpoint, if there is one, and save."""
+    model, optimizer = make_compact(distributed.get_world_size(), moments, master)
+    if seed:
+        load(folder, model, optimizer)
+    train_compact(model, optimizer, range(3 * seed, 3 * seed + 3))
+    save(folder, model, optimizer)
+    return content(model, optimizer)
+
+
+@pytest.mark.parametrize(("moments", "master"), STORAGE)
+def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments, master, tmp_path):
+    """Two, four and one rank, one after the other; and without a checkpoint in between."""
+    found = []
+    for seed, size in enumerate([2, 4, 1]):
+        arguments = {"folder": str(tmp_path), "seed": seed, "moments": moments, "master": master}
+        results = ranks.run(continue_compact, size, **arguments)
+        assert all(result == results[0] for result in results)
+        found.append(results[0])
+    model, optimizer = make_compact(1, moments, master)
+    for seed, saved in enumerate(found):
+        train_compact(model, optimizer, range(3 * seed, 3 * seed + 3))
+        assert content(model, optimizer) == saved
