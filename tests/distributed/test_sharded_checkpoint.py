@@ -289,11 +289,7 @@ def test_ranks_without_memory_for_copies_are_one_sentence_on_all(tmp_path):
     ranks.run(lack_memory, 2, folder=str(tmp_path))
 
 
-MOMENTS: dict[str, Any] = {
-    "_run": background_save,
-    "write_data": FileSystemWriter,
-    "sha256": checkpoint_folder,
-}
+MOMENTS: dict[str, Any] = {"_run": background_save, "write_data": FileSystemWriter, "sha256": checkpoint_folder}
 
 
 def destroy(rank: int, *, folder: str, late: list[int], moment: str) -> None:
