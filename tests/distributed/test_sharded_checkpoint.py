@@ -172,12 +172,13 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(tmp_path
     assert all(sentence.endswith(intact) for sentence in loads[1:])
 
 
-def interrupt_together(rank: int, *, folder: str) -> list[str]:
-    """Interrupt one rank at three moments of a load; return what each raises, after which all load together."""
+@ranks.on_ranks(2)
+def test_interrupt_of_one_rank_ends_the_load_of_all(rank, tmp_path):
+    """At three moments, after each of which all load together."""
     model, optimizer = make()
     train(model, optimizer, 0)
     for extra in ("older", "newer"):
-        save(folder, model, optimizer, extra=extra)
+        save(tmp_path, model, optimizer, extra=extra)
     words = []
 
     def interrupt(*_: object) -> None:
@@ -192,19 +193,13 @@ def interrupt_together(rank: int, *, folder: str) -> list[str]:
         with pytest.MonkeyPatch.context() as context:
             if rank == 1:
                 context.setattr(*moment, interrupt)
-            with pytest.raises((CheckpointError, KeyboardInterrupt)) as error:
-                load(folder, model, optimizer)
-        words.append(f"{error.type.__name__}: {error.value}")
-        assert load(folder, model, optimizer) == "newer"
-    return words
-
-
-def test_interrupt_of_one_rank_ends_the_load_of_all(tmp_path):
-    others, interrupted = ranks.run(interrupt_together, 2, folder=str(tmp_path))
-    assert interrupted == ["KeyboardInterrupt: "] * 3
-    told = f"CheckpointError: cannot load a checkpoint from {tmp_path}: KeyboardInterrupt:  (on rank 1); "
+            with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointError) as error:
+                load(tmp_path, model, optimizer)
+        words.append(str(error.value))
+        assert load(tmp_path, model, optimizer) == "newer"
+    told = f"cannot load a checkpoint from {tmp_path}: KeyboardInterrupt:  (on rank 1); "
     partly = "a part of it was loaded: load again before training"
-    assert others == [told + outcome for outcome in ("nothing was loaded", partly, partly)]
+    assert words == [""] * 3 if rank == 1 else [told + "nothing was loaded", told + partly, told + partly]
 
 
 def die(rank: int, *, folder: str, victim: int, waits: bool) -> tuple[Any, str]:
@@ -238,8 +233,9 @@ def test_rank_that_is_killed_leaves_the_older_one(victim, waits, tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "save-00000001", "save-00000002"]
 
 
-def use_group(rank: int, *, folder: str) -> None:
-    """Save and load with the last two of three ranks."""
+@ranks.on_ranks(3)
+def test_process_group_may_be_a_part_of_the_ranks(rank, tmp_path):
+    """The last two of three."""
     group = distributed.new_group([1, 2])
     if rank == 0:
         return
@@ -247,16 +243,12 @@ def use_group(rank: int, *, folder: str) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for number, waits in enumerate((True, False), 1):
-        path = save(folder, model, optimizer, extra=rank, process_group=group, wait=waits)
-        assert path == Path(folder, f"save-0000000{number}")
+        path = save(tmp_path, model, optimizer, extra=rank, process_group=group, wait=waits)
+        assert path == tmp_path / f"save-0000000{number}"
         saved = model.weight.detach().clone()
         nn.init.zeros_(model.weight)
-        assert load(folder, model, optimizer, process_group=group) == 1
+        assert load(tmp_path, model, optimizer, process_group=group) == 1
         assert torch.equal(model.weight, saved)
-
-
-def test_process_group_may_be_a_part_of_the_ranks(tmp_path):
-    ranks.run(use_group, 3, folder=str(tmp_path))
 
 
 GB = 10**9
@@ -272,30 +264,27 @@ LEFT: dict[str, tuple[list[dict[str, int]], str | None]] = {
 """What is left on each rank where each takes 10 GB, and what a save is refused with."""
 
 
-def lack_memory(rank: int, *, folder: str) -> None:
+@ranks.on_ranks(2)
+def test_ranks_without_memory_for_copies_are_one_sentence_on_all(rank, tmp_path):
     model, optimizer = make(SpeculativeCPUAdamW, 1)
     train(model, optimizer, 1)
-    save(folder, model, optimizer)
+    save(tmp_path, model, optimizer)
     before = content(model, optimizer)
     for left, words in LEFT.values():
-        files = sorted(os.listdir(folder))
+        files = sorted(os.listdir(tmp_path))
         distributed.barrier()
         with pytest.MonkeyPatch.context() as context:
             context.setattr(Claim, "of", lambda host, size: Claim(10 * GB, left[rank]))  # noqa: B023
             told = nullcontext() if words is None else pytest.raises(CheckpointError, match=f"take {words}: pass")
             with told:
-                save(folder, model, optimizer, wait=False)
+                save(tmp_path, model, optimizer, wait=False)
         wait()
         distributed.barrier()
-        assert (sorted(os.listdir(folder)) == files) is (words is not None)
+        assert (sorted(os.listdir(tmp_path)) == files) is (words is not None)
         assert content(model, optimizer) == before
     other = make(SpeculativeCPUAdamW, 5)
-    load(folder, *other)
+    load(tmp_path, *other)
     assert content(*other) == before
-
-
-def test_ranks_without_memory_for_copies_are_one_sentence_on_all(tmp_path):
-    ranks.run(lack_memory, 2, folder=str(tmp_path))
 
 
 MOMENTS: dict[str, Any] = {"_run": background_save, "write_data": FileSystemWriter, "sha256": checkpoint_folder}
@@ -457,9 +446,10 @@ def save_alone(rank: int, path: Any) -> None:
     save(path, plain, torch.optim.AdamW(plain.parameters()), process_group=alone)
 
 
-def use_folders_of_their_own(rank: int, *, folder: str) -> list[str]:
-    """Return what `latest`, `save` and `load` say, first in empty folders, and then where each rank holds a run."""
-    own = Path(folder, str(rank))
+@ranks.on_ranks(3)
+def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(rank, tmp_path):
+    """First in empty folders, and then where each rank holds a run."""
+    own = tmp_path / str(rank)
     own.mkdir()
     words = []
 
@@ -486,24 +476,22 @@ def use_folders_of_their_own(rank: int, *, folder: str) -> list[str]:
         refused(load, HERE, model, optimizer)
         refused(load, Path(HERE, "save-00000001"), model, optimizer)
         refused(save, HERE, model, optimizer)
-    return words
-
-
-def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(tmp_path):
-    results = ranks.run(use_folders_of_their_own, 3, folder=str(tmp_path))
-    assert results[0] == results[1] == results[2]
+    every = [None] * 3
+    distributed.all_gather_object(every, words)
+    assert every == [words] * 3
     fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
     begins = f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
     saves = f"cannot save a checkpoint to {HERE}: {fault}; earlier ones are as they were"
     loads = f"cannot load a checkpoint from {{}}: {fault}; nothing was loaded"
-    *found, last = results[0]
+    *found, last = words
     assert found == [begins, saves, begins, saves, begins, loads.format(HERE), loads.format(f"{HERE}/save-00000001")]
     assert "it holds save-00000001, which was neither loaded into this optimizer nor saved from it" in last
 
 
-def use_copies(rank: int, *, folder: str) -> list[str]:
-    """Return what `latest` and `load` say where each rank holds a copy of one run; what lies there stays the same."""
-    own = Path(folder, str(rank))
+@ranks.on_ranks(2)
+def test_copies_of_a_run_are_not_one_folder(rank, tmp_path):
+    """And stay as they are."""
+    own = tmp_path / str(rank)
     if rank == 0:
         save_alone(rank, own / "run")
         shutil.copytree(own, own.with_name("1"))
@@ -516,44 +504,33 @@ def use_copies(rank: int, *, folder: str) -> list[str]:
             told(load, Path(HERE, "save-00000001"), *make()),
         ]
     assert sorted(own.rglob("*")) == before
-    return words
-
-
-def test_copies_of_a_run_are_not_one_folder(tmp_path):
-    results = ranks.run(use_copies, 2, folder=str(tmp_path))
     fault = f"{HERE} is another folder on ranks [1] than on rank 0: choose one that all ranks share"
-    assert results[0] == results[1]
-    assert results[0][0] == f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
-    assert [fault in word and "cannot load" in word for word in results[0][1:]] == [True, True]
+    loads = f"cannot load a checkpoint from {{}}: {fault}; nothing was loaded"
+    assert words == [
+        f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed",
+        loads.format(HERE),
+        loads.format(f"{HERE}/save-00000001"),
+    ]
 
 
-def use_a_shared_folder(rank: int, *, folder: str) -> tuple[list[str], Any, str]:
-    """Return what asking for the newest leaves, what is loaded where nothing can be written, and what is refused."""
-    found = []
-    path = Path(folder, "new", "run")
+@ranks.on_ranks(2)
+def test_folder_that_is_shared_is_left_as_it_was_and_can_be_read_only(rank, tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "new" / "run"
     for _ in range(2):
         assert latest(path) is None
         distributed.barrier()
-        found.append(" ".join(os.listdir(path)))
+        assert os.listdir(path) == []
         distributed.barrier()
     model, optimizer = make()
     newest = save(path, model, optimizer, extra=7)
     assert latest(path) == newest
-    found.append(" ".join(sorted(os.listdir(path))))
+    assert sorted(os.listdir(path)) == [".lock", "latest", "save-00000001"]
     distributed.barrier()
     with pytest.MonkeyPatch.context() as patch:
         refuse = Mock(side_effect=PermissionError("read-only"))  # root may write anywhere
         patch.setattr("tempfile.NamedTemporaryFile", refuse)
-        loaded = load(latest(path), *make())
-    return found, loaded, told(latest, Path(folder, "file", "run"))
-
-
-def test_folder_that_is_shared_is_left_as_it_was_and_can_be_read_only(tmp_path):
-    (tmp_path / "file").touch()
-    one, other = ranks.run(use_a_shared_folder, 2, folder=str(tmp_path))
-    assert one == other
-    found, loaded, words = one
-    assert found == ["", "", ".lock latest save-00000001"]
-    assert loaded == 7
+        assert load(latest(path), *make()) == 7
+    words = told(latest, tmp_path / "file" / "run")
     assert words.startswith(f"cannot continue or begin a run in {tmp_path}/file/run: NotADirectoryError: ")
     assert words.endswith("(on rank 0): choose another folder that all ranks share; nothing was changed")
