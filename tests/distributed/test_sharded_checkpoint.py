@@ -57,6 +57,19 @@ def train(model: nn.Module, optimizer: Any, seed: int) -> None:
         model(inputs[1])  # leaves the root with other parameters than the optimizer's
 
 
+def told(work: Any, *arguments: Any) -> str:
+    """Return what a call is refused with."""
+    with pytest.raises(CheckpointError) as error:
+        work(*arguments)
+    return str(error.value)
+
+
+def assert_same_on_all(words: list[str]) -> None:
+    every = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, words)
+    assert every == [words] * len(every)
+
+
 def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, **options: Any) -> tuple[Any, ...]:
     """Load a checkpoint, train, and save; return what was loaded, what was saved, and `extra`.
 
@@ -104,20 +117,19 @@ def test_state_is_the_same_on_any_number_of_ranks(kind, dtype, waits, tmp_path):
     assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000002", "save-00000003"]
 
 
-def save_beside_training(folder: str, model: Any, optimizer: Any) -> None:
+def save_beside_training(folder: Any, model: Any, optimizer: Any) -> None:
     save(folder, model, optimizer, wait=False)
     wait()
 
 
-def fail_together(rank: int, *, folder: str) -> list[str]:
-    """Fail on one rank in many ways; return the sentences, after each of which nothing has changed."""
-    path = Path(folder)
+@ranks.on_ranks(2)
+def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(rank, tmp_path):
     model, optimizer = make()
     train(model, optimizer, 0)
-    save(folder, model, optimizer, extra="older")
-    newest = save(folder, model, optimizer, extra="newer")
+    save(tmp_path, model, optimizer, extra="older")
+    newest = save(tmp_path, model, optimizer, extra="newer")
     train(model, optimizer, 1)
-    before, files = content(model, optimizer), sorted(path.rglob("*"))
+    before, files = content(model, optimizer), sorted(tmp_path.rglob("*"))
     distributed.barrier()
     words = []
 
@@ -125,12 +137,10 @@ def fail_together(rank: int, *, folder: str) -> list[str]:
         with pytest.MonkeyPatch.context() as context:
             if rank == 1 and replaced:
                 context.setattr(*replaced)
-            with pytest.raises(CheckpointError) as error:
-                work(folder, model, optimizer)
-        words.append(str(error.value))
+            words.append(told(work, tmp_path, model, optimizer))
         assert content(model, optimizer) == before
         distributed.barrier()
-        assert sorted(path.rglob("*")) == files
+        assert sorted(tmp_path.rglob("*")) == files
         distributed.barrier()
 
     for victim in (0, 1):
@@ -153,15 +163,10 @@ def fail_together(rank: int, *, folder: str) -> list[str]:
         if rank == 0:
             damaged.write_bytes(intact)
     distributed.barrier()
-    assert load(folder, model, optimizer) == "newer"
-    return words
-
-
-def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(tmp_path):
-    first, second = ranks.run(fail_together, 2, folder=str(tmp_path))
-    assert first == second
-    assert not [sentence for sentence in first if "\n" in sentence]
-    saves, loads = first[:5], first[5:]
+    assert load(tmp_path, model, optimizer) == "newer"
+    assert_same_on_all(words)
+    assert not [sentence for sentence in words if "\n" in sentence]
+    saves, loads = words[:5], words[5:]
     assert all(sentence.startswith(f"cannot save a checkpoint to {tmp_path}: ") for sentence in saves)
     assert ["on rank 0" in saves[0], *("on rank 1" in sentence for sentence in saves[1:])] == [True] * 5
     assert "ZeroDivisionError: division by zero (on rank 1)" in saves[2]
@@ -432,13 +437,6 @@ HERE = "/proc/self/cwd/run"
 """A path that leads each process to a folder of its own, as on nodes that share no file system."""
 
 
-def told(work: Any, *arguments: Any) -> str:
-    """Return what a call is refused with."""
-    with pytest.raises(CheckpointError) as error:
-        work(*arguments)
-    return str(error.value)
-
-
 def save_alone(rank: int, path: Any) -> None:
     """Save a model of this rank's own."""
     plain = nn.Linear(4, 3)
@@ -476,9 +474,7 @@ def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(rank, tmp_p
         refused(load, HERE, model, optimizer)
         refused(load, Path(HERE, "save-00000001"), model, optimizer)
         refused(save, HERE, model, optimizer)
-    every = [None] * 3
-    distributed.all_gather_object(every, words)
-    assert every == [words] * 3
+    assert_same_on_all(words)
     fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
     begins = f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
     saves = f"cannot save a checkpoint to {HERE}: {fault}; earlier ones are as they were"
