@@ -218,19 +218,15 @@ def test_modes_without_autograd(dtype, mode, speculative, is_stepped_there):
     """State made inside inference mode, or from gradients made there, can be used outside."""
     optimizer, twin = make(dtype=dtype), make(dtype=dtype)
 
-    def step() -> None:
-        if speculative:
-            optimizer.speculate()
-        optimizer.step()
-        assert len(optimizer.state) == 2
-
     for seed in range(3):
-        with mode() if seed != 1 else contextlib.nullcontext():
+        inner = mode if seed != 1 else contextlib.nullcontext
+        with inner():
             give_gradients(optimizer, seed)
-            if is_stepped_there:
-                step()
-        if not is_stepped_there:
-            step()
+        with inner() if is_stepped_there else contextlib.nullcontext():
+            if speculative:
+                optimizer.speculate()
+            optimizer.step()
+            assert len(optimizer.state) == 2
         optimizer.zero_grad()
         train(twin, seed)
         for one in (optimizer, twin):
@@ -267,9 +263,8 @@ def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype
     optimizer.rollback()
     version = p._version
     optimizer.zero_grad()
-    for graph, plain in zip(graphs, [(q * q * q).sum(), (q * q).sum(), (q * 3).sum()], strict=True):
+    for graph in (*graphs, (q * q * q).sum(), (q * q).sum(), (q * 3).sum()):
         graph.backward()
-        plain.backward()
     assert p._version == version
     assert bits(p.grad) == bits(q.grad)
     assert visible(optimizer)["state"] == visible(twin)["state"]
