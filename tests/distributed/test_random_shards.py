@@ -174,7 +174,9 @@ def freeze_or_not(run: Run, one: Any, factor: float) -> None:
 ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
     "multiply a part": with_gradient(lambda run, one, factor: local(one.grad).mul_(factor)),
     "multiply a gradient": with_gradient(lambda run, one, factor: one.grad.mul_(factor)),
-    "multiply all gradients": with_gradient(lambda run, one, factor: torch._foreach_mul_(gradients_of(run), factor)),
+    "multiply all gradients": lambda run, one, factor: (
+        gradients_of(run) and torch._foreach_mul_(gradients_of(run), factor)
+    ),
     "add to a gradient": with_gradient(lambda run, one, factor: one.grad.add_(factor)),
     "drop a gradient": lambda run, one, factor: setattr(one, "grad", None),
     "replace a gradient": with_gradient(lambda run, one, factor: setattr(one, "grad", one.grad.clone() * factor)),

@@ -18,6 +18,7 @@ from support.visible import (
     give_gradients,
     parameter,
     parameters_of,
+    plain,
     refused,
     shown,
     speculate,
@@ -293,18 +294,10 @@ def _with_foreign_state(optimizer: Any) -> Any:
     return optimizer
 
 
-def _seen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _seen(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_seen(each) for each in value]
-    return bits(value) if isinstance(value, torch.Tensor) else value
-
-
 def _foreign_state(optimizer: Any) -> list[Any]:
     """Return what others keep, for the two parameters and in all."""
     entries = [optimizer.state[p] for p in parameters_of(optimizer)[:2]]
-    return _seen([*({key: entry[key] for key in OTHERS} for entry in entries), optimizer.state["of the wrapper"]])
+    return plain([*({key: entry[key] for key in OTHERS} for entry in entries), optimizer.state["of the wrapper"]])
 
 
 def _grown(optimizer: Any) -> Any:
