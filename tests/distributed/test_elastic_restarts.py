@@ -1,6 +1,5 @@
 """Ranks that are killed at random under the documented commands: the run ends with an uninterrupted one's bits."""
 
-import hashlib
 import os
 import random
 import shlex
@@ -17,7 +16,7 @@ import pytest
 import torch
 from support import ranks
 from support.overlap import ThreadDevice
-from support.shards import ROUNDED, parts_of, wrap
+from support.shards import ROUNDED, digest_of, wrap
 from support.waiting import wait_until
 from torch import distributed, nn
 from torch.distributed import run as torchrun
@@ -79,8 +78,7 @@ def train(rank: int, *, folder: str) -> None:
                 note("saved", step + 1)
     note("trained")  # and is there for the last one who kills it
     wait_until(Path(folder, "may-end").exists)
-    parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts_of(model, optimizer)]
-    note("end", hashlib.sha256(b"".join(parts)).hexdigest())
+    note("end", digest_of(model, optimizer))
 
 
 def notes_of(folder: Path) -> list[Note]:
@@ -176,8 +174,8 @@ def test_run_ends_with_the_same_bits_and_no_step_is_made_over_a_newer_checkpoint
         while made < kills:
             notes = notes_of(tmp_path)
             most = max(3, len(uninterrupted) - 3 * sum(what == "saved" for _, what, _ in notes) - 4)
-            lines, victim, seconds = draws.randint(2, most), draws.randrange(2), draws.uniform(0, 0.03)
-            lines, deadline = lines + len(notes), time.monotonic() + 200
+            lines, victim, seconds = len(notes) + draws.randint(2, most), draws.randrange(2), draws.uniform(0, 0.03)
+            deadline = time.monotonic() + 200
             while all(launcher.is_alive() for launcher in launchers):
                 notes = notes_of(tmp_path)
                 is_due = len(notes) >= lines or any(what == "trained" for _, what, _ in notes[-2:])
@@ -204,13 +202,9 @@ def test_run_ends_with_the_same_bits_and_no_step_is_made_over_a_newer_checkpoint
         losses = {words[0]: words[1] for _, what, words in whole if what == "step"}
         assert all(losses[words[0]] == words[1] for _, what, words in here if what == "step")
         newest = 0
-        for _, what, words in here:
-            if what == "begin":
-                assert int(words[0]) >= newest
-                newest = int(words[0])
-            elif what == "saved":
-                assert int(words[0]) == newest + EVERY
-                newest = int(words[0])
+        for what, step in [(what, int(words[0])) for _, what, words in here if what in ("begin", "saved")]:
+            assert step >= newest if what == "begin" else step == newest + EVERY
+            newest = step
         assert 2 <= len(pids_of(notes, rank)) <= 1 + made
     last = (tmp_path / "run" / "latest").read_text().split()[0].partition("-")[2]
     assert sorted(os.listdir(tmp_path / "run")) == [".lock", "latest", f"save-{int(last):08}"]

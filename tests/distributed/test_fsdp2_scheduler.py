@@ -31,25 +31,14 @@ LIMIT = 0.5
 LAYERS = tuple(SHAPES[:3])
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
-
-
-def sharded(
-    dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = LAYERS, *, mesh: str = "shard", **options: Any
-) -> nn.Module:
+def sharded(dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = LAYERS, mesh: str = "shard") -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in shapes]).to(dtype)
     ignored = {model[1].bias} if mesh == "ignored" else None
-    policy = MixedPrecisionPolicy(**ROUNDED)
     if mesh == "tied":
         model[1].weight = model[0].weight
-    wrap(
-        [model] if mesh == "tied" else [*model, model],
-        mp_policy=policy,
-        ignored_params=ignored,
-        **ways_to_shard(mesh),
-        **options,
-    )
+    modules = [model] if mesh == "tied" else [*model, model]
+    wrap(modules, mp_policy=MixedPrecisionPolicy(**ROUNDED), ignored_params=ignored, **ways_to_shard(mesh))
     return model
 
 
@@ -159,7 +148,7 @@ PROGRAMS = {
 
 def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor], list[StepKind]]:
     """Return all values, and what became of each step; some are clipped, and one gradient is NaN on one rank."""
-    model: Any = sharded(program.dtype, program.shapes, mesh=program.mesh)
+    model: Any = sharded(program.dtype, program.shapes, program.mesh)
     optimizer = SpeculativeCPUAdamW(model.parameters(), **{"lr": 1e-2, **program.options})
     scheduler, kept = None, 0
     if where is not None:
@@ -214,9 +203,6 @@ def test_program_has_the_bits_of_training_without_a_scheduler(rank, name):
         found, told = trained(rank, PROGRAMS[name], where)
         assert told == kinds
         assert_same(found, parts)
-
-
-# ---- when gradients are taken ----------------------------------------------------------------------------------------
 
 
 def on_two_streams(rank: int, where: str | None, layers: int, micro_batches: int) -> list[Tensor]:

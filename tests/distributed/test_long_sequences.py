@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -114,41 +115,24 @@ class Case:
                 fully_shard(part, mesh=mesh if self.sharding == "mesh" else None)
         return model, mesh.get_group("sequence"), mesh.get_local_rank("data")
 
-    def arguments(self, group: dist.ProcessGroup, batch: int) -> Arguments:
-        """Return what this rank gives its model."""
-        rows = slice(batch * ROWS, (batch + 1) * ROWS)
-        arguments: Arguments = example.shard_batch(*(part[rows] for part in self.batches()), group)
-        return arguments
-
-    def gradients(self, model: PreTrainedModel, arguments: Arguments) -> Tensors:
+    def gradients(self, model: PreTrainedModel, group: dist.ProcessGroup, batch: int) -> Tensors:
         """Run forward and backward on this rank's slice, and return gradients averaged over all ranks."""
-        model(**arguments).loss.backward()
+        rows = slice(batch * ROWS, (batch + 1) * ROWS)
+        model(**example.shard_batch(*(part[rows] for part in self.batches()), group)).loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         if self.sharding != "none":
-            return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            return {name: gradient.full_tensor() for name, gradient in gradients.items()}
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return gradients
 
 
-def _ropes() -> list[Case]:
-    """Return a case for each type of rotary embeddings."""
-    parameters = {
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": SEQUENCE // 2,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
-    return [
-        Case(f"{rope} rope", options={"rope_parameters": {"rope_type": rope, **parameters}})
-        for rope in example.ROPE_TYPES
-    ]
-
-
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": SEQUENCE // 2}
+ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CASES = [
     *(Case(model.__name__, model) for model in example.MODELS),
-    *_ropes(),
+    *(Case(f"{rope} rope", options={"rope_parameters": {"rope_type": rope, **ROPE}}) for rope in example.ROPE_TYPES),
     Case("replicated", sharding="none"),
     Case("checkpointing", checkpointing=True),
     Case("one head of keys", options={"num_key_value_heads": 1}),
@@ -165,84 +149,76 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """What is refused in a sentence that holds `words`.
-
-    Attributes:
-        model, options: as those of a case.
-        batch: makes of ids, or labels, those of this rank.
-        change: of what the model is given, in place.
-    """
-
-    words: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    change: Callable[[Arguments], Any] = len
-    batch: Callable[[Tensor], Tensor] = torch.clone
-    model: type[PreTrainedModel] = LlamaForCausalLM
-
-    def sentence(self) -> str | None:
-        """Return it; None where everything was computed."""
-        case = Case("", self.model, self.options, sharding="none")
-        try:
-            model, group, _ = case.distributed_model()
-            arguments = example.shard_batch(*map(self.batch, case.batches()), group)
-            self.change(arguments)
-            model.train()(**arguments)
-        except ValueError as error:
-            return str(error)
-        return None
+def refusal_of(
+    words: str,
+    change: Callable[[Arguments], Any] = len,
+    model: type[PreTrainedModel] = LlamaForCausalLM,
+    batch: Callable[[Tensor], Tensor] = torch.clone,
+    **options: Any,
+) -> str | None:
+    """Return with what a model of these options is refused, given a changed batch or arguments; None if it is not."""
+    case = Case("", model, options, sharding="none")
+    try:
+        model, group, _ = case.distributed_model()
+        arguments = example.shard_batch(*map(batch, case.batches()), group)
+        change(arguments)
+        model.train()(**arguments)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
-def _set(**arguments: Any) -> Callable[[Arguments], None]:
-    return lambda of_rank: of_rank.update(arguments)
+def given(**arguments: Any) -> dict[str, Any]:
+    return {"change": lambda of_rank: of_rank.update(arguments)}
 
 
-def _restart(every: int) -> Callable[[Arguments], None]:
-    return lambda of_rank: of_rank.update(position_ids=of_rank["position_ids"] % every)
+def restarts(every: int) -> dict[str, Any]:
+    return {"change": lambda of_rank: of_rank.update(position_ids=of_rank["position_ids"] % every)}
 
 
-REFUSALS = {
-    "padding": Refusal("no masks for padding", change=_set(attention_mask=torch.ones(ROWS, SEQUENCE // 2))),
-    "a mask of one's own": Refusal("attention_mask", change=_set(attention_mask=torch.zeros(ROWS, 1, 16, 16))),
-    "packing in a slice": Refusal("packed sequences", change=_restart(8)),
-    "packing in one slice": Refusal("packed sequences", change=_restart(20)),
-    "packing between slices": Refusal("position_ids are not those", change=_restart(SEQUENCE // 2)),
-    "packing with a window": Refusal("packed sequences", change=_restart(8), model=MistralForCausalLM),
-    "no positions": Refusal("position_ids are not those", change=lambda of_rank: of_rank.pop("position_ids")),
-    "lengths of packed sequences": Refusal("cu_seq_lens_q", change=_set(cu_seq_lens_q=torch.tensor([0, 4]))),
-    "a window of the call": Refusal("sliding_window", change=_set(sliding_window=8)),
-    "a cap": Refusal("softcap", change=_set(softcap=30.0)),
-    "dropout": Refusal("dropout", {"attention_dropout": 0.1}),
-    "a cache": Refusal("use_cache", change=_set(use_cache=True)),
-    "weights": Refusal("output_attentions", change=_set(output_attentions=True)),
-    "attention to later tokens": Refusal("no masks", change=_set(is_causal=False)),
-    "a model that looks at later tokens": Refusal("no masks", {"is_causal": False}),
-    "loss of a router": Refusal("output_router_logits", {"output_router_logits": True}, model=MixtralForCausalLM),
-    "loss of a router in the call": Refusal(
-        "output_router_logits", change=_set(output_router_logits=True), model=MixtralForCausalLM
+REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "padding": ("no masks for padding", given(attention_mask=torch.ones(ROWS, SEQUENCE // 2))),
+    "a mask of one's own": ("attention_mask", given(attention_mask=torch.zeros(ROWS, 1, 16, 16))),
+    "packing in a slice": ("packed sequences", restarts(8)),
+    "packing in one slice": ("packed sequences", restarts(20)),
+    "packing between slices": ("position_ids are not those", restarts(SEQUENCE // 2)),
+    "packing with a window": ("packed sequences", {**restarts(8), "model": MistralForCausalLM}),
+    "no positions": ("position_ids are not those", {"change": lambda of_rank: of_rank.pop("position_ids")}),
+    "lengths of packed sequences": ("cu_seq_lens_q", given(cu_seq_lens_q=torch.tensor([0, 4]))),
+    "a window of the call": ("sliding_window", given(sliding_window=8)),
+    "a cap": ("softcap", given(softcap=30.0)),
+    "dropout": ("dropout", {"attention_dropout": 0.1}),
+    "a cache": ("use_cache", given(use_cache=True)),
+    "weights": ("output_attentions", given(output_attentions=True)),
+    "attention to later tokens": ("no masks", given(is_causal=False)),
+    "a model that looks at later tokens": ("no masks", {"is_causal": False}),
+    "loss of a router": ("output_router_logits", {"output_router_logits": True, "model": MixtralForCausalLM}),
+    "loss of a router in the call": (
+        "output_router_logits",
+        {**given(output_router_logits=True), "model": MixtralForCausalLM},
     ),
-    "three heads": Refusal(
-        "3 heads cannot be divided among 2", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    "three heads": (
+        "3 heads cannot be divided among 2",
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
     ),
-    "dynamic rope": Refusal(
-        "type dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    "dynamic rope": (
+        "type dynamic",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     ),
-    "a sequence of 31": Refusal("31 tokens cannot be divided", batch=lambda ids: ids[:, 1:]),
-    "batches that differ": Refusal("different batches", batch=lambda ids: ids + dist.get_rank()),
-    "another model": Refusal("Gemma2ForCausalLM was not checked", model=Gemma2ForCausalLM),
-    "another head": Refusal("LlamaForSequenceClassification was not checked", model=LlamaForSequenceClassification),
+    "a sequence of 31": ("31 tokens cannot be divided", {"batch": lambda ids: ids[:, 1:]}),
+    "batches that differ": ("different batches", {"batch": lambda ids: ids + dist.get_rank()}),
+    "another model": ("Gemma2ForCausalLM was not checked", {"model": Gemma2ForCausalLM}),
+    "another head": ("LlamaForSequenceClassification was not checked", {"model": LlamaForSequenceClassification}),
 }
+"""What is refused in a sentence that holds these words."""
 
 
 def report(rank: int, folder: str) -> None:
     ranks = dist.get_world_size()
     made = [(case, *case.distributed_model()) for case in CASES if math.prod(case.shape) == ranks]
-    found: dict[str, Any] = {
-        case.name: case.gradients(model, case.arguments(group, batch)) for case, model, group, batch in made
-    }
+    found: dict[str, Any] = {case.name: case.gradients(model, group, batch) for case, model, group, batch in made}
     if ranks == 2:
-        found["refusals"] = {name: refusal.sentence() for name, refusal in REFUSALS.items()}
+        found["refusals"] = {name: refusal_of(words, **options) for name, (words, options) in REFUSALS.items()}
         found["example"] = list(example.train(steps=3, sequence=64, sequence_ranks=2))
     torch.save(found, f"{folder}/{ranks}-{rank}")
 
@@ -266,10 +242,6 @@ def errors(case: Case, gradients: Tensors) -> list[float]:
     return [float((gradients[name] - whole[name]).norm() / whole[name].norm()) for name in whole]
 
 
-def same(ours: Tensors, theirs: Tensors) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_start_without_torchrun_ends_in_one_sentence(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["long_sequences.py"])
@@ -291,7 +263,9 @@ def test_ranks_that_cannot_meet_are_told_once(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_are_those_of_whole_sequences(case, reports):
     first, *others = (report[case.name] for report in reports[math.prod(case.shape)])
-    assert all(same(first, other) for other in others)
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[name], first[name]) for name in first)
     assert max(errors(case, first)) < TOLERANCE
 
 
@@ -302,7 +276,7 @@ def test_the_tolerance_catches_positions_that_start_again_in_every_slice():
 
 def test_what_would_be_different_is_refused_on_all_ranks(reports):
     said = [(name, report["refusals"][name] or "") for name in REFUSALS for report in reports[2]]
-    assert [(name, words) for name, words in said if REFUSALS[name].words not in words] == []
+    assert [(name, sentence) for name, sentence in said if REFUSALS[name][0] not in sentence] == []
 
 
 def test_the_example_learns_the_same_on_all_ranks(reports):
@@ -316,28 +290,26 @@ MASKS = {
     "chunks": masking_utils.chunked_causal_mask_function(8, torch.zeros(1)),
     "packed": masking_utils.packed_sequence_mask_function(torch.zeros(1, 8)),
     "bidirectional": masking_utils.bidirectional_mask_function,
+    "causal and another": masking_utils.causal_mask_function,
 }
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_refused(name, one_rank):
-    given = {"device": torch.device("cpu"), "group": dist.group.WORLD, "q_length": 8}
+    check = partial(example.check_mask, device=torch.device("cpu"), group=dist.group.WORLD, q_length=8)
+    is_causal = name == "causal and another"
     with pytest.raises(ValueError, match="no masks"):
-        example.check_mask(mask_function=MASKS[name], **given)
-    causal = masking_utils.causal_mask_function
-    with pytest.raises(ValueError, match="no masks"):
-        example.check_mask(mask_function=causal, attention_mask=torch.ones(1, 8), **given)
-    assert example.check_mask(mask_function=causal, attention_mask=None, **given) is None
+        check(mask_function=MASKS[name], attention_mask=torch.ones(1, 8) if is_causal else None)
+    assert check(mask_function=masking_utils.causal_mask_function, attention_mask=None) is None
 
 
 def test_cross_attention_is_refused():
     module, query, key = nn.Module(), torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 8, 8)
+    attend = partial(example.ulysses_attention, module, query, attention_mask=None, group=None)
     with pytest.raises(ValueError, match="asked for no causality, no position_ids, keys of other tokens;"):
-        example.ulysses_attention(module, query, key, key, None, group=None)
+        attend(key, key)
     module.is_causal = True
     with pytest.raises(ValueError, match="asked for no position_ids, keys of other tokens;"):
-        example.ulysses_attention(module, query, key, key, None, group=None)
+        attend(key, key)
     with pytest.raises(ValueError, match="asked for no causality;"):
-        example.ulysses_attention(
-            module, query, query, query, None, group=None, is_causal=False, position_ids=torch.arange(4)
-        )
+        attend(query, query, is_causal=False, position_ids=torch.arange(4))

@@ -1,6 +1,5 @@
 """Ranks that are killed, stopped or fail: the others end with an error, and training resumes with the same bits."""
 
-import hashlib
 import itertools
 import os
 import random
@@ -18,7 +17,7 @@ import pytest
 import torch
 from support.overlap import ThreadDevice
 from support.ranks import ENDED, Ending, preload, run, run_apart
-from support.shards import ROUNDED, parts_of, wrap
+from support.shards import ROUNDED, digest_of, wrap
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -172,10 +171,8 @@ def train(
     done = load(folder, model, optimizer) if Path(folder, "latest").exists() else 0
     losses: list[float] = []
     loss_of_rank = Loss(place if rank in victims else None, globals()[act])
-    scheduler: Any = nullcontext()
-    if overlaps:
-        scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=8, device=ThreadDevice())
-    with loss_of_rank.planted(), scheduler:
+    options: dict[str, Any] = {"num_threads": 1, "bucket_numel": 8, "device": ThreadDevice()}
+    with loss_of_rank.planted(), OffloadScheduler(optimizer, model, **options) if overlaps else nullcontext():
         for step in range(done, STEPS):
             if step == LOST + (place == "saving"):
                 if act == "stop":
@@ -197,10 +194,7 @@ def train(
                 save(folder, model, optimizer, extra=step + 1)
         if overlaps:
             assert optimizer.statistics.accepted > 0
-    digest = hashlib.sha256()
-    for part in parts_of(model, optimizer):
-        digest.update(part.flatten().view(torch.uint8).numpy().tobytes())
-    return (losses[-SAVED:], digest.hexdigest()), loss_of_rank.calls
+    return (losses[-SAVED:], digest_of(model, optimizer)), loss_of_rank.calls
 
 
 def train_each(rank: int, cases: list[tuple[str, bool]]) -> list[tuple[Bits, int]]:
@@ -259,41 +253,41 @@ STOPPED = [
     (False, "updating", 0),
     (False, "saving", 1),
 ]
-FAILED: list[tuple[bool, str, int, Any, str]] = [
-    (True, "own hook", 0, run_out, ""),
-    (True, "hook", 1, fail, ""),
-    (True, "taking", 0, fail, TOLD),
-    (True, "worker", 1, run_out, TOLD),
-    (True, "before the verdict", 0, fail, ""),
-    (True, "after the verdict", 1, run_out, ""),
-    (True, "publishing", 0, fail, ""),
-    (False, "own code", 1, fail, ""),
-    (False, "in the verdict", 0, fail, ""),
-    (False, "updating", 1, run_out, ""),
-    (False, "saving", 0, run_out, UNSAVED),
+FAILED = [
+    ("run_out", "", True, "own hook", 0),
+    ("fail", "", True, "hook", 1),
+    ("fail", TOLD, True, "taking", 0),
+    ("run_out", TOLD, True, "worker", 1),
+    ("fail", "", True, "before the verdict", 0),
+    ("run_out", "", True, "after the verdict", 1),
+    ("fail", "", True, "publishing", 0),
+    ("fail", "", False, "own code", 1),
+    ("fail", "", False, "in the verdict", 0),
+    ("run_out", "", False, "updating", 1),
+    ("run_out", UNSAVED, False, "saving", 0),
 ]
-"""Whether there is a scheduler, where ranks are lost, and which; of those that fail also how, and what others tell."""
+"""Whether there is a scheduler, where ranks are lost, and which; of those that fail first how, and what others tell."""
 
 
 def test_lost_ranks_are_noticed_and_training_resumes_with_the_same_bits(uninterrupted, tmp_path):
     """Those that were stopped end once they go on; of those that failed, the others tell that, or that they end."""
     bits, calls = uninterrupted
-    cases = []
-    told = []
-
-    def add(overlaps, place, victims, act, words):
-        where = place if isinstance(place, str) else 1 + int(place * calls[overlaps])
-        folder = str(tmp_path / str(len(cases)))
-        cases.append({"folder": folder, "overlaps": overlaps, "place": where, "act": act, "victims": victims})
-        told.append(words)
-
-    for overlaps, place, *victims in KILLED if IS_DEEP else KILLED[1::3]:
-        add(overlaps, place, tuple(victims), "kill", "")
-    for overlaps, place, victim in STOPPED if IS_DEEP else STOPPED[2::3]:
-        add(overlaps, place, (victim,), "stop", "")
-    for overlaps, place, victim, act, words in FAILED if IS_DEEP else FAILED[::2]:
-        add(overlaps, place, (victim,), act.__name__, words.format(victim))
-    for case, words, endings in zip(cases, told, run_apart(train, 2, cases), strict=True):
+    losses = [
+        *(("kill", "", *one) for one in (KILLED if IS_DEEP else KILLED[1::3])),
+        *(("stop", "", *one) for one in (STOPPED if IS_DEEP else STOPPED[2::3])),
+        *(one for one in (FAILED if IS_DEEP else FAILED[::2])),
+    ]
+    cases = [
+        {
+            "folder": str(tmp_path / str(number)),
+            "overlaps": overlaps,
+            "place": place if isinstance(place, str) else 1 + int(place * calls[overlaps]),
+            "act": act,
+            "victims": tuple(victims),
+        }
+        for number, (act, _, overlaps, place, *victims) in enumerate(losses)
+    ]
+    for case, (_, words, *_), endings in zip(cases, losses, run_apart(train, 2, cases), strict=True):
         for rank, ending in enumerate(endings):
             is_victim = rank in case["victims"]
             if is_victim and case["act"] == "kill":
@@ -303,7 +297,7 @@ def test_lost_ranks_are_noticed_and_training_resumes_with_the_same_bits(uninterr
             if is_victim and case["act"] != "stop":
                 assert "planted" in ending.result, (case, ending)
             else:
-                pattern = re.compile(words) if words else NOTICED
+                pattern = re.compile(words.format(*case["victims"])) if words else NOTICED
                 assert pattern.fullmatch(ending.result), (case, ending)
     killed = [case for case in cases if case["act"] == "kill"]
     again = [(case["folder"], case["overlaps"]) for case in killed]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.shards import assert_same, local, parts_of, wrap
+from support.shards import ROUNDED, assert_same, local, parts_of, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,9 +39,14 @@ def sharded(device: str, dtype: torch.dtype, *, offloads: bool = False, **policy
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)).to(torch.bfloat16).to(dtype)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")} if offloads else {}
-    mixed = MixedPrecisionPolicy(**{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, **policy})
+    mixed = MixedPrecisionPolicy(**{**ROUNDED, **policy})
     wrap([*model, model], mesh=init_device_mesh(device, (1,)), mp_policy=mixed, **options)
     return model
+
+
+def backward(model: Any, device: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    (model(inputs) - 1).float().square().sum().backward()
 
 
 def trained(
@@ -55,8 +60,7 @@ def trained(
     scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=300) if overlaps else None
     kinds = set()
     for step in range(STEPS):
-        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
-        (model(inputs) - 1).float().square().sum().backward()
+        backward(model, device, step)
         if step == 5:
             local(next(model.parameters()).grad).view(-1)[3] = math.nan
         optimizer.max_grad_norm = 0.5 if step % 3 == 1 else None
@@ -97,8 +101,7 @@ def test_reduced_gradients_are_those_of_fp32_shards(device, dtype, reduced, over
         for step in range(4):
             for micro in range(1 + step % 2):
                 for one in (model, twin):
-                    inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + micro))
-                    (one(inputs.to(device, dtype)) - 1).float().square().sum().backward()
+                    backward(one, device, 10 * step + micro, dtype)
             for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
                 taken = taken_of(parameter.grad)
                 assert torch.equal(taken.exact(), local(other.grad))
@@ -116,24 +119,15 @@ def test_result_of_a_collective_that_is_under_way_is_waited_for(device):
     assert part.tolist() == [1.0] * 4
 
 
-def one_step(optimizer: SpeculativeCPUAdamW, model: Any, seed: int, *, speculates: bool = False) -> None:
-    inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    optimizer.zero_grad()
-    (model(inputs) - 1).float().square().sum().backward()
-    if speculates:
-        optimizer.speculate()
-
-
 def test_state_that_was_cleared_is_shown_as_it_is_made_again(device):
     model = sharded(device, torch.bfloat16)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
-    for seed in range(2):
-        one_step(optimizer, model, seed)
-        optimizer.step()
+    for seed in range(3):
         before = {p: entry["exp_avg"] for p, entry in optimizer.state.items()}
         optimizer.state.clear()
-    one_step(optimizer, model, 1)
-    optimizer.step()
+        backward(model, device, seed)
+        optimizer.step()
+        optimizer.zero_grad()
     for p, entry in optimizer.state.items():
         assert entry["step"] == 1
         assert entry["exp_avg"] is not before[p]

@@ -148,10 +148,6 @@ def edit_state(run: Run, one: Any, factor: float) -> None:
         local(run.optimizer.state[one]["exp_avg"]).mul_(factor)
 
 
-def change_lr(run: Run, one: Any, factor: float) -> None:
-    run.optimizer.param_groups[0]["lr"] *= factor
-
-
 def clip(run: Run, one: Any, factor: float, **options: Any) -> None:
     norm: Any = nn.utils.clip_grad_norm_(run.parameters, factor, **options)
     run.look(norm.full_tensor() if gradients_of(run) else norm)
@@ -175,15 +171,12 @@ def freeze_or_not(run: Run, one: Any, factor: float) -> None:
         one.requires_grad_(not one.requires_grad)
 
 
-def multiply_all(run: Run, one: Any, factor: float) -> None:
-    if gradients_of(run):
-        torch._foreach_mul_(gradients_of(run), factor)
-
-
 ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
     "multiply a part": with_gradient(lambda run, one, factor: local(one.grad).mul_(factor)),
     "multiply a gradient": with_gradient(lambda run, one, factor: one.grad.mul_(factor)),
-    "multiply all gradients": multiply_all,
+    "multiply all gradients": lambda run, one, factor: (
+        gradients_of(run) and torch._foreach_mul_(gradients_of(run), factor)
+    ),
     "add to a gradient": with_gradient(lambda run, one, factor: one.grad.add_(factor)),
     "drop a gradient": lambda run, one, factor: setattr(one, "grad", None),
     "replace a gradient": with_gradient(lambda run, one, factor: setattr(one, "grad", one.grad.clone() * factor)),
@@ -197,7 +190,9 @@ ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
     "change the limit": lambda run, one, factor: setattr(
         run.optimizer, "max_grad_norm", run.draws.choice([None, 0.1, 3.0])
     ),
-    "change lr": change_lr,
+    "change lr": lambda run, one, factor: run.optimizer.param_groups[0].update(
+        lr=factor * run.optimizer.param_groups[0]["lr"]
+    ),
     "edit state": edit_state,
     "write a parameter": lambda run, one, factor: one.mul_(0.9),
     "write a part": lambda run, one, factor: local(one).mul_(0.9),

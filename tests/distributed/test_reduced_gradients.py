@@ -1,7 +1,7 @@
 """Gradients of bf16 shards count as they were reduced: those of a twin with fp32 shards, which arrive unrounded."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -36,13 +36,10 @@ class Layers(nn.Sequential):
         return values
 
 
-def layers(shapes: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+def sharded(shapes: list[tuple[int, int]], dtype: torch.dtype, *, ignores: bool = False, **options: Any) -> Any:
     """Return layers whose values bf16 can hold."""
     torch.manual_seed(0)
-    return Layers(*[nn.Linear(inner, outer) for inner, outer in shapes]).to(torch.bfloat16).to(dtype)
-
-
-def shard(model: Any, *, ignores: bool = False, **options: Any) -> Any:
+    model = Layers(*[nn.Linear(inner, outer) for inner, outer in shapes]).to(torch.bfloat16).to(dtype)
     if ignores:
         model[1].bias = nn.Parameter(model[1].bias.detach().bfloat16())
         options["ignored_params"] = {model[1].bias}
@@ -55,11 +52,16 @@ class Run:
 
     def __init__(self, rank: int, shapes: list[tuple[int, int]] = SHAPES[:3], **options: Any) -> None:
         self.rank, self.width = rank, shapes[0][0]
-        self.model, self.twin = (shard(layers(shapes, dtype), **options) for dtype in (torch.bfloat16, torch.float32))
-        self.optimizer = SpeculativeCPUAdamW(self.model.parameters(), lr=1e-2)
-        self.oracle = Oracle(self.optimizer)
-        self.oracle.twins = list(self.twin.parameters())
+        self.model, self.twin = (sharded(shapes, dtype, **options) for dtype in (torch.bfloat16, torch.float32))
         self.scheduler: OffloadScheduler | None = None
+        self.train(self.model.parameters())
+
+    def train(self, parameters: Iterable[Any]) -> None:
+        """Train these parameters with an optimizer, and an oracle, of their own."""
+        twins = dict(zip(self.model.parameters(), self.twin.parameters(), strict=True))
+        self.optimizer = SpeculativeCPUAdamW(parameters, lr=1e-2)
+        self.oracle = Oracle(self.optimizer)
+        self.oracle.twins = [twins[one] for one in self.oracle.tensors]
         take_reduced_gradients(self.optimizer, self.model)
 
     @contextmanager
@@ -138,12 +140,8 @@ class Run:
 )
 @on_ranks(2)
 def test_training(rank, where, mesh, micro_batches, syncs):
-    options = ways_to_shard(mesh)
-    if mesh == "ignored":
-        options["ignores"] = True
-    elif mesh == "unsharded":
-        options["reshard_after_forward"] = False
-    run = Run(rank, SHAPES[:3] if mesh == "shard" else [(8, 8)] * 2, **options)
+    extra = {"ignored": {"ignores": True}, "unsharded": {"reshard_after_forward": False}}.get(mesh, {})
+    run = Run(rank, SHAPES[:3] if mesh == "shard" else [(8, 8)] * 2, **ways_to_shard(mesh), **extra)
     kinds = []
     with run.at(where):
         for step in range(6):
@@ -291,24 +289,18 @@ def test_parameters_that_come_and_go(rank, where):
     """Unused, frozen, added and tied ones."""
     run = Run(rank, [(6, 6)] * 4)
     late = run.model[3].weight
-    run.optimizer = SpeculativeCPUAdamW([one for one in run.oracle.tensors if one is not late], lr=1e-2)
     for model in (run.model, run.twin):
         model[1].weight.requires_grad_(False)
-    take_reduced_gradients(run.optimizer, run.model)
-    run.oracle = Oracle(run.optimizer)
-    twins = dict(zip(run.model.parameters(), run.twin.parameters(), strict=True))
-    run.oracle.twins = [twins[one] for one in run.oracle.tensors]
+    run.train([one for one in run.oracle.tensors if one is not late])
     with run.at(where):
         for step in range(6):
             if step == 2:
                 on_both(run, lambda p: p.requires_grad_())
             if step == 4:
                 run.optimizer.add_param_group({"params": [late], "lr": 1e-2})
-                tensors, parameters = run.oracle.tensors, run.oracle.parameters
-                run.oracle = Oracle(run.optimizer)
-                run.oracle.parameters[: len(parameters)] = parameters
-                run.oracle.twins = [twins[one] for one in run.oracle.tensors]
-                assert len(tensors) < len(run.oracle.tensors)
+                before, run.oracle = run.oracle, Oracle(run.optimizer)
+                run.oracle.parameters[:-1] = before.parameters
+                run.oracle.twins = [*before.twins, run.twin[3].weight]
             run.backward(step, of=slice(step % 2, None))
             for tensor, twin in run.pairs:
                 taken = taken_of(tensor.grad)
@@ -349,13 +341,9 @@ def test_optimizers_of_parts_of_a_model(rank, where):
     run = Run(rank, SHAPES)
     tensors, twins = run.oracle.tensors, run.oracle.twins
     torchs = torch.optim.SGD(tensors[6:])
-    others = SpeculativeCPUAdamW(tensors[3:6], lr=1e-2)
-    run.optimizer = SpeculativeCPUAdamW(tensors[:3], lr=1e-2)
-    oracle = Oracle(others)
-    oracle.twins, run.oracle = twins[3:6], Oracle(run.optimizer)
-    run.oracle.twins = twins[:3]
-    take_reduced_gradients(run.optimizer, run.model)
-    take_reduced_gradients(others, run.model)
+    run.train(tensors[3:6])
+    others, oracle = run.optimizer, run.oracle
+    run.train(tensors[:3])
     with run.at(where):
         for step in range(3):
             run.backward(step)

@@ -1,72 +1,73 @@
-"""Checkpoints of `fully_shard` on several ranks: the same state on any number of ranks, and one fate for all.
+"""Checkpoints of sharded models: the same state on any number of ranks, one fate for all, and folders that jobs share.
 
 Also of saves beside training.
 """
 
+import contextlib
+import json
 import os
 import resource
+import shutil
 import signal
 import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support import ranks
+from support.shards import model_of, wrap
 from support.visible import content
-from torch import distributed, nn
+from support.waiting import wait_until
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.host.memory import Claim
 from superadam.integrations import background_save, checkpoint_folder, distributed_checkpoint
-from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
+from superadam.integrations.distributed_checkpoint import CheckpointError, latest, load, save, wait
 
 pytestmark = pytest.mark.slow
+
+ranks.preload("superadam.integrations.distributed_checkpoint")
 
 OPTIMIZERS: list[Any] = [torch.optim.AdamW, SpeculativeCPUAdamW]
 
 
-class Model(nn.Module):
-    """With uneven and empty shards, tied weights, and parameters that are frozen or unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(5, 7), nn.Linear(7, 1), nn.Linear(1, 5)
-        self.tied = nn.Linear(5, 7, bias=False)
-        self.tied.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(4, 2))
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.tied(self.head(self.second(self.first(inputs) + self.frozen.sum())))
-        return result
-
-
-def make(kind: Any, seed: int, replicas: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Model, Any]:
-    torch.manual_seed(seed)
-    model = Model().to(dtype)
-    mesh = init_device_mesh(
-        "cpu", (replicas, distributed.get_world_size() // replicas), mesh_dim_names=("replicas", "shards")
-    )
-    mesh = mesh if replicas > 1 else mesh["shards"]
-    for module in (model.second, model.head, model):
-        fully_shard(module, mesh=mesh)
+def make(
+    kind: Any = SpeculativeCPUAdamW, seed: int = 0, replicas: int = 1, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    shape = replicas, distributed.get_world_size() // replicas
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    model = model_of(dtype, seed, mesh=mesh if replicas > 1 else mesh["shards"])
     return model, kind([{"params": [p for p in model.parameters() if p.requires_grad]}], lr=0.01)
 
 
 def train(model: nn.Module, optimizer: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    inputs: Any = torch.randn(2, 4, 5).to(next(model.parameters()).dtype)
+    inputs: Any = torch.randn(2, 4, 6).to(next(model.parameters()).dtype)
     model(inputs[0]).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
         model(inputs[1])  # leaves the root with other parameters than the optimizer's
+
+
+def told(work: Any, *arguments: Any) -> str:
+    """Return what a call is refused with."""
+    with pytest.raises(CheckpointError) as error:
+        work(*arguments)
+    return str(error.value)
+
+
+def assert_same_on_all(words: list[str]) -> None:
+    every = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, words)
+    assert every == [words] * len(every)
 
 
 def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, **options: Any) -> tuple[Any, ...]:
@@ -78,7 +79,7 @@ def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, 
     extra = load(folder, model, optimizer) if seed else []
     loaded = content(model, optimizer)
     train(model, optimizer, seed)
-    names = {name for name, _ in model.named_parameters() if name not in ("frozen", "unused")}
+    names = [name for name, _ in model.named_parameters() if not name.startswith(("frozen", "unused"))]
     assert len(optimizer.state) == len(names)
     saved = content(model, optimizer)
     path = save(folder, model, optimizer, extra=[*extra, {"seed": seed, "rank": rank}], wait=waits)
@@ -116,20 +117,19 @@ def test_state_is_the_same_on_any_number_of_ranks(kind, dtype, waits, tmp_path):
     assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000002", "save-00000003"]
 
 
-def save_beside_training(folder: str, model: Any, optimizer: Any) -> None:
+def save_beside_training(folder: Any, model: Any, optimizer: Any) -> None:
     save(folder, model, optimizer, wait=False)
     wait()
 
 
-def fail_together(rank: int, *, folder: str) -> list[str]:
-    """Fail on one rank in many ways; return the sentences, after each of which nothing has changed."""
-    path = Path(folder)
-    model, optimizer = make(SpeculativeCPUAdamW, 0)
+@ranks.on_ranks(2)
+def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(rank, tmp_path):
+    model, optimizer = make()
     train(model, optimizer, 0)
-    save(folder, model, optimizer, extra="older")
-    newest = save(folder, model, optimizer, extra="newer")
+    save(tmp_path, model, optimizer, extra="older")
+    newest = save(tmp_path, model, optimizer, extra="newer")
     train(model, optimizer, 1)
-    before, files = content(model, optimizer), sorted(path.rglob("*"))
+    before, files = content(model, optimizer), sorted(tmp_path.rglob("*"))
     distributed.barrier()
     words = []
 
@@ -137,12 +137,10 @@ def fail_together(rank: int, *, folder: str) -> list[str]:
         with pytest.MonkeyPatch.context() as context:
             if rank == 1 and replaced:
                 context.setattr(*replaced)
-            with pytest.raises(CheckpointError) as error:
-                work(folder, model, optimizer)
-        words.append(str(error.value))
+            words.append(told(work, tmp_path, model, optimizer))
         assert content(model, optimizer) == before
         distributed.barrier()
-        assert sorted(path.rglob("*")) == files
+        assert sorted(tmp_path.rglob("*")) == files
         distributed.barrier()
 
     for victim in (0, 1):
@@ -165,15 +163,10 @@ def fail_together(rank: int, *, folder: str) -> list[str]:
         if rank == 0:
             damaged.write_bytes(intact)
     distributed.barrier()
-    assert load(folder, model, optimizer) == "newer"
-    return words
-
-
-def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(tmp_path):
-    first, second = ranks.run(fail_together, 2, folder=str(tmp_path))
-    assert first == second
-    assert not [sentence for sentence in first if "\n" in sentence]
-    saves, loads = first[:5], first[5:]
+    assert load(tmp_path, model, optimizer) == "newer"
+    assert_same_on_all(words)
+    assert not [sentence for sentence in words if "\n" in sentence]
+    saves, loads = words[:5], words[5:]
     assert all(sentence.startswith(f"cannot save a checkpoint to {tmp_path}: ") for sentence in saves)
     assert ["on rank 0" in saves[0], *("on rank 1" in sentence for sentence in saves[1:])] == [True] * 5
     assert "ZeroDivisionError: division by zero (on rank 1)" in saves[2]
@@ -184,12 +177,13 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(tmp_path
     assert all(sentence.endswith(intact) for sentence in loads[1:])
 
 
-def interrupt_together(rank: int, *, folder: str) -> list[str]:
-    """Interrupt one rank at three moments of a load; return what each raises, after which all load together."""
-    model, optimizer = make(SpeculativeCPUAdamW, 0)
+@ranks.on_ranks(2)
+def test_interrupt_of_one_rank_ends_the_load_of_all(rank, tmp_path):
+    """At three moments, after each of which all load together."""
+    model, optimizer = make()
     train(model, optimizer, 0)
     for extra in ("older", "newer"):
-        save(folder, model, optimizer, extra=extra)
+        save(tmp_path, model, optimizer, extra=extra)
     words = []
 
     def interrupt(*_: object) -> None:
@@ -204,24 +198,18 @@ def interrupt_together(rank: int, *, folder: str) -> list[str]:
         with pytest.MonkeyPatch.context() as context:
             if rank == 1:
                 context.setattr(*moment, interrupt)
-            with pytest.raises((CheckpointError, KeyboardInterrupt)) as error:
-                load(folder, model, optimizer)
-        words.append(f"{error.type.__name__}: {error.value}")
-        assert load(folder, model, optimizer) == "newer"
-    return words
-
-
-def test_interrupt_of_one_rank_ends_the_load_of_all(tmp_path):
-    others, interrupted = ranks.run(interrupt_together, 2, folder=str(tmp_path))
-    assert interrupted == ["KeyboardInterrupt: "] * 3
-    told = f"CheckpointError: cannot load a checkpoint from {tmp_path}: KeyboardInterrupt:  (on rank 1); "
+            with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointError) as error:
+                load(tmp_path, model, optimizer)
+        words.append(str(error.value))
+        assert load(tmp_path, model, optimizer) == "newer"
+    told = f"cannot load a checkpoint from {tmp_path}: KeyboardInterrupt:  (on rank 1); "
     partly = "a part of it was loaded: load again before training"
-    assert others == [told + outcome for outcome in ("nothing was loaded", partly, partly)]
+    assert words == [""] * 3 if rank == 1 else [told + "nothing was loaded", told + partly, told + partly]
 
 
 def die(rank: int, *, folder: str, victim: int, waits: bool) -> tuple[Any, str]:
     """Kill one rank in the middle of the second save; return the first one's content, and what the other raises."""
-    model, optimizer = make(SpeculativeCPUAdamW, 0)
+    model, optimizer = make()
     train(model, optimizer, 0)
     save(folder, model, optimizer, extra=[])
     saved = content(model, optimizer)
@@ -250,8 +238,9 @@ def test_rank_that_is_killed_leaves_the_older_one(victim, waits, tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "save-00000001", "save-00000002"]
 
 
-def use_group(rank: int, *, folder: str) -> None:
-    """Save and load with the last two of three ranks."""
+@ranks.on_ranks(3)
+def test_process_group_may_be_a_part_of_the_ranks(rank, tmp_path):
+    """The last two of three."""
     group = distributed.new_group([1, 2])
     if rank == 0:
         return
@@ -259,19 +248,12 @@ def use_group(rank: int, *, folder: str) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for number, waits in enumerate((True, False), 1):
-        path = save(folder, model, optimizer, extra=rank, process_group=group, wait=waits)
-        assert path == Path(folder, f"save-0000000{number}")
+        path = save(tmp_path, model, optimizer, extra=rank, process_group=group, wait=waits)
+        assert path == tmp_path / f"save-0000000{number}"
         saved = model.weight.detach().clone()
         nn.init.zeros_(model.weight)
-        assert load(folder, model, optimizer, process_group=group) == 1
+        assert load(tmp_path, model, optimizer, process_group=group) == 1
         assert torch.equal(model.weight, saved)
-
-
-def test_process_group_may_be_a_part_of_the_ranks(tmp_path):
-    ranks.run(use_group, 3, folder=str(tmp_path))
-
-
-# ---- beside training -------------------------------------------------------------------------------------------------
 
 
 GB = 10**9
@@ -287,37 +269,30 @@ LEFT: dict[str, tuple[list[dict[str, int]], str | None]] = {
 """What is left on each rank where each takes 10 GB, and what a save is refused with."""
 
 
-def lack_memory(rank: int, *, folder: str) -> None:
+@ranks.on_ranks(2)
+def test_ranks_without_memory_for_copies_are_one_sentence_on_all(rank, tmp_path):
     model, optimizer = make(SpeculativeCPUAdamW, 1)
     train(model, optimizer, 1)
-    save(folder, model, optimizer)
+    save(tmp_path, model, optimizer)
     before = content(model, optimizer)
     for left, words in LEFT.values():
-        files = sorted(os.listdir(folder))
+        files = sorted(os.listdir(tmp_path))
         distributed.barrier()
         with pytest.MonkeyPatch.context() as context:
             context.setattr(Claim, "of", lambda host, size: Claim(10 * GB, left[rank]))  # noqa: B023
             told = nullcontext() if words is None else pytest.raises(CheckpointError, match=f"take {words}: pass")
             with told:
-                save(folder, model, optimizer, wait=False)
+                save(tmp_path, model, optimizer, wait=False)
         wait()
         distributed.barrier()
-        assert (sorted(os.listdir(folder)) == files) is (words is not None)
+        assert (sorted(os.listdir(tmp_path)) == files) is (words is not None)
         assert content(model, optimizer) == before
     other = make(SpeculativeCPUAdamW, 5)
-    load(folder, *other)
+    load(tmp_path, *other)
     assert content(*other) == before
 
 
-def test_ranks_without_memory_for_copies_are_one_sentence_on_all(tmp_path):
-    ranks.run(lack_memory, 2, folder=str(tmp_path))
-
-
-MOMENTS: dict[str, Any] = {
-    "_run": background_save,
-    "write_data": FileSystemWriter,
-    "sha256": checkpoint_folder,
-}
+MOMENTS: dict[str, Any] = {"_run": background_save, "write_data": FileSystemWriter, "sha256": checkpoint_folder}
 
 
 def destroy(rank: int, *, folder: str, late: list[int], moment: str) -> None:
@@ -348,3 +323,210 @@ def test_save_outlives_the_process_group(moment, late, tmp_path):
 
 def load_newest(rank: int, *, folder: str) -> None:
     load(folder, *make(SpeculativeCPUAdamW, 2))
+
+
+STORAGE = [("bf16", "fp32"), ("8bit", "24bit")]
+
+
+def make_compact(size: int, moments: str, master: str) -> tuple[Any, SpeculativeCPUAdamW]:
+    """Return a model of weights that have whole blocks on every rank, and of others that begin at all positions.
+
+    On several ranks it is sharded.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(9, 5), nn.Linear(3, 9)
+    ).bfloat16()
+    if size > 1:
+        wrap([*model, model])
+    return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2, moments=moments, master=master, max_grad_norm=1.0)
+
+
+def gradient_of(parameter: Any, step: int, number: int) -> Tensor:
+    whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number)).bfloat16()
+    mesh = getattr(parameter, "device_mesh", None)
+    return whole if mesh is None else distribute_tensor(whole, mesh, parameter.placements)
+
+
+def train_compact(model: nn.Module, optimizer: SpeculativeCPUAdamW, steps: range) -> None:
+    for step in steps:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = gradient_of(parameter, step, number)
+        optimizer.speculate()
+        optimizer.step()
+
+
+def continue_compact(rank: int, *, folder: str, seed: int, moments: str, master: str) -> dict[str, Any]:
+    """Continue from a checkpoint, if there is one, and save."""
+    model, optimizer = make_compact(distributed.get_world_size(), moments, master)
+    if seed:
+        load(folder, model, optimizer)
+    train_compact(model, optimizer, range(3 * seed, 3 * seed + 3))
+    save(folder, model, optimizer)
+    return content(model, optimizer)
+
+
+@pytest.mark.parametrize(("moments", "master"), STORAGE)
+def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments, master, tmp_path):
+    """Two, four and one rank, one after the other; and without a checkpoint in between."""
+    found = []
+    for seed, size in enumerate([2, 4, 1]):
+        arguments = {"folder": str(tmp_path), "seed": seed, "moments": moments, "master": master}
+        results = ranks.run(continue_compact, size, **arguments)
+        assert all(result == results[0] for result in results)
+        found.append(results[0])
+    model, optimizer = make_compact(1, moments, master)
+    for seed, saved in enumerate(found):
+        train_compact(model, optimizer, range(3 * seed, 3 * seed + 3))
+        assert content(model, optimizer) == saved
+
+
+def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[Any, list[str], str]:
+    """Resume or start, and save so often, together with the other job; return what was resumed, saved and refused."""
+    model, optimizer = make()
+    path = latest(Path(folder, "run"))
+    extra = None if path is None else load(path, model, optimizer)
+    Path(folder, f"{job}-{rank}").touch()
+    for one in (0, 1):
+        wait_until(Path(folder, f"{other}-{one}").exists)
+    saved = []
+    for number in range(saves):
+        train(model, optimizer, number)
+        try:
+            saved.append(save(Path(folder, "run"), model, optimizer, extra={"job": job, "number": number}).name)
+        except CheckpointError as error:
+            return extra, saved, str(error)
+    return extra, saved, ""
+
+
+@pytest.mark.parametrize("begins", ["fresh", pytest.param("continued", marks=pytest.mark.deep)])
+def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins, tmp_path):
+    earlier = None
+    if begins == "continued":
+        for rank in (0, 1):
+            (tmp_path / f"none-{rank}").touch()
+        earlier = {"job": "first", "number": 0}
+        assert ranks.run(be_a_job, 2, folder=str(tmp_path), job="first", other="none", saves=1)[0][1]
+    cases = [{"folder": str(tmp_path), "job": one, "other": other, "saves": 4} for one, other in ("ab", "ba")]
+    endings = ranks.run_apart(be_a_job, 2, cases)
+    results = []
+    for of_ranks in endings:
+        assert [ending.status for ending in of_ranks] == [0, 0], endings
+        assert of_ranks[0].result == of_ranks[1].result
+        results.append(of_ranks[0].result)
+    assert [extra for extra, _, _ in results] == [earlier, earlier]
+    lost, won = sorted(results, key=lambda result: len(result[1]))
+    first = 1 + (begins == "continued")
+    assert won[1:] == ([f"save-{number:08}" for number in range(first, first + 4)], "")
+    assert lost[1] == []
+    assert lost[2].startswith(f"cannot save a checkpoint to {tmp_path / 'run'}: it holds save-")
+    assert "which was neither loaded into this optimizer nor saved from it" in lost[2]
+    winner = "ab"[results.index(won)]
+    for number, loaded in enumerate(ranks.run(load_all, 2, folder=str(tmp_path / "run"))[0]):
+        assert loaded == {"job": winner, "number": number + 2}
+    runs = [json.loads(path.read_bytes())["run"] for path in (tmp_path / "run").glob("save-*/manifest.json")]
+    assert len(runs) == 2
+    assert len(set(runs)) == 1
+
+
+def load_all(rank: int, *, folder: str) -> list[Any]:
+    return [load(path, *make()) for path in sorted(Path(folder).glob("save-*"))]
+
+
+HERE = "/proc/self/cwd/run"
+"""A path that leads each process to a folder of its own, as on nodes that share no file system."""
+
+
+def save_alone(rank: int, path: Any) -> None:
+    """Save a model of this rank's own."""
+    plain = nn.Linear(4, 3)
+    alone = distributed.new_group([rank], use_local_synchronization=True)
+    save(path, plain, torch.optim.AdamW(plain.parameters()), process_group=alone)
+
+
+@ranks.on_ranks(3)
+def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(rank, tmp_path):
+    """First in empty folders, and then where each rank holds a run."""
+    own = tmp_path / str(rank)
+    own.mkdir()
+    words = []
+
+    def files() -> list[Path]:
+        return [path for path in sorted(own.rglob("*")) if path.name not in ("run", ".lock")]
+
+    def refused(work: Any, *arguments: Any) -> None:
+        before = files()
+        distributed.barrier()
+        words.append(told(work, *arguments))
+        assert files() == before
+        distributed.barrier()
+
+    with contextlib.chdir(own):
+        model, optimizer = make()
+        for _ in range(2):  # on other ranks, the folder is absent first
+            refused(latest, HERE)
+            refused(save, HERE, model, optimizer)
+            Path(HERE).mkdir(exist_ok=True)
+            distributed.barrier()
+        save_alone(rank, HERE)
+        distributed.barrier()
+        refused(latest, HERE)
+        refused(load, HERE, model, optimizer)
+        refused(load, Path(HERE, "save-00000001"), model, optimizer)
+        refused(save, HERE, model, optimizer)
+    assert_same_on_all(words)
+    fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
+    begins = f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
+    saves = f"cannot save a checkpoint to {HERE}: {fault}; earlier ones are as they were"
+    loads = f"cannot load a checkpoint from {{}}: {fault}; nothing was loaded"
+    *found, last = words
+    assert found == [begins, saves, begins, saves, begins, loads.format(HERE), loads.format(f"{HERE}/save-00000001")]
+    assert "it holds save-00000001, which was neither loaded into this optimizer nor saved from it" in last
+
+
+@ranks.on_ranks(2)
+def test_copies_of_a_run_are_not_one_folder(rank, tmp_path):
+    """And stay as they are."""
+    own = tmp_path / str(rank)
+    if rank == 0:
+        save_alone(rank, own / "run")
+        shutil.copytree(own, own.with_name("1"))
+    distributed.barrier()
+    before = sorted(own.rglob("*"))
+    with contextlib.chdir(own):
+        words = [
+            told(latest, HERE),
+            told(load, HERE, *make()),
+            told(load, Path(HERE, "save-00000001"), *make()),
+        ]
+    assert sorted(own.rglob("*")) == before
+    fault = f"{HERE} is another folder on ranks [1] than on rank 0: choose one that all ranks share"
+    loads = f"cannot load a checkpoint from {{}}: {fault}; nothing was loaded"
+    assert words == [
+        f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed",
+        loads.format(HERE),
+        loads.format(f"{HERE}/save-00000001"),
+    ]
+
+
+@ranks.on_ranks(2)
+def test_folder_that_is_shared_is_left_as_it_was_and_can_be_read_only(rank, tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "new" / "run"
+    for _ in range(2):
+        assert latest(path) is None
+        distributed.barrier()
+        assert os.listdir(path) == []
+        distributed.barrier()
+    model, optimizer = make()
+    newest = save(path, model, optimizer, extra=7)
+    assert latest(path) == newest
+    assert sorted(os.listdir(path)) == [".lock", "latest", "save-00000001"]
+    distributed.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        refuse = Mock(side_effect=PermissionError("read-only"))  # root may write anywhere
+        patch.setattr("tempfile.NamedTemporaryFile", refuse)
+        assert load(latest(path), *make()) == 7
+    words = told(latest, tmp_path / "file" / "run")
+    assert words.startswith(f"cannot continue or begin a run in {tmp_path}/file/run: NotADirectoryError: ")
+    assert words.endswith("(on rank 0): choose another folder that all ranks share; nothing was changed")

@@ -10,12 +10,13 @@ import pytest
 import torch
 from support.optimizers import through_disk
 from support.ranks import on_ranks
-from support.shards import Oracle, local, wrap
-from support.visible import bits
-from torch import Tensor, nn
+from support.shards import Model, Oracle, local, model_of
+from support.visible import bits, parameters_of
+from torch import nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -32,29 +33,6 @@ pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-class Model(nn.Module):
-    """Has even, uneven and empty shards, a tied and an unused parameter, and a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 1)
-        self.tied = nn.Linear(7, 1)
-        self.tied.weight = self.last.weight
-        self.unused = nn.Linear(3, 5)
-        self.frozen = nn.Linear(1, 1).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.second(self.first(x).relu())
-        return self.frozen(self.last(inner) + self.tied(inner.tanh()))
-
-
-def model_of(dtype: torch.dtype, **options: Any) -> Any:
-    torch.manual_seed(1)
-    model = Model().to(dtype)
-    wrap([model.first, model.second, model], **options)
-    return model
-
-
 def backward(model: nn.Module, rank: int, step: int) -> None:
     generator = torch.Generator().manual_seed(100 * rank + step)
     dtype = next(model.parameters()).dtype
@@ -69,12 +47,15 @@ def train(model: Any, optimizer: Any, rank: int, steps: range, limit: float | No
         optimizer.zero_grad()
 
 
+def made(dtype: torch.dtype) -> tuple[Any, Any]:
+    model = model_of(dtype)
+    return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+
+
 def state_of(optimizer: Any) -> list[Any]:
-    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = [optimizer.state[parameter] for parameter in every]
-    return [{key: bits(local(value)) for key, value in entry.items()} for entry in entries] + [
-        bits(local(p)) for p in every
-    ]
+    every = parameters_of(optimizer)
+    entries = [{key: bits(local(value)) for key, value in optimizer.state[one].items()} for one in every]
+    return [*entries, *(bits(local(one)) for one in every)]
 
 
 MESHES: dict[str, Any] = {
@@ -135,17 +116,16 @@ def test_the_next_forward_sees_new_values(rank, options, dtype):
             optimizer.speculate()
         optimizer.step()
         optimizer.zero_grad()
-        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-        low = options == "low precision"
-        plain.load_state_dict(whole)
-        expected = (copy.deepcopy(plain).bfloat16() if low else plain)(x.bfloat16() if low else x)
-        assert bits(model(x.bfloat16() if low else x)) == bits(expected)
+        plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+        is_low = options == "low precision"
+        given, expected = (x.bfloat16(), copy.deepcopy(plain).bfloat16()) if is_low else (x, plain)
+        assert bits(model(given)) == bits(expected(given))
 
 
 @on_ranks(2)
 def test_state_that_is_held_shows_every_step(rank):
-    (model, twin_model), names = (model_of(torch.bfloat16) for _ in range(2)), ("first", "second")
-    optimizer, twin = (SpeculativeCPUAdamW(one.parameters(), lr=1e-2) for one in (model, twin_model))
+    (model, optimizer), (twin_model, twin) = made(torch.bfloat16), made(torch.bfloat16)
+    names = ("first", "second")
     train(model, optimizer, rank, range(1))
     train(twin_model, twin, rank, range(1))
     with torch.no_grad():
@@ -173,12 +153,12 @@ def test_state_that_is_edited_during_speculation(rank):
     """Through the DTensor, whose version alone counts that, through its part, and by another DTensor in its place."""
     whole = [("whole", key) for key in ("exp_avg", "exp_avg_sq", "master")]
     for edit, key in [*whole, ("part", "exp_avg"), ("other", "exp_avg")]:
-        models = [model_of(torch.bfloat16) for _ in range(2)]
-        optimizers = [SpeculativeCPUAdamW(model.parameters(), lr=1e-2) for model in models]
-        for model, one in zip(models, optimizers, strict=True):
+        states = []
+        for is_speculative in (True, False):
+            model, one = made(torch.bfloat16)
             train(model, one, rank, range(2))
             backward(model, rank, 2)
-            if one is optimizers[0]:
+            if is_speculative:
                 one.speculate()
             entry = one.state[model.first.weight]
             with torch.no_grad():
@@ -189,14 +169,14 @@ def test_state_that_is_edited_during_speculation(rank):
                 else:
                     entry[key] = entry[key] * 5
             one.step()
-        assert state_of(optimizers[0]) == state_of(optimizers[1])
+            states.append(state_of(one))
+        assert states[0] == states[1]
 
 
 @on_ranks(2)
 def test_one_rank_alone_reads_and_writes(rank):
     """Nothing but a step and a norm is asked of other ranks."""
-    model = model_of(torch.bfloat16)
-    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    model, optimizer = made(torch.bfloat16)
     if rank == 0:
         assert not any(optimizer.state_dict()["state"].values())
     train(model, optimizer, rank, range(2))
@@ -215,24 +195,24 @@ def test_one_rank_alone_reads_and_writes(rank):
 @BOTH
 @on_ranks(2)
 def test_outside_writes_are_adopted(rank, dtype):
-    models = model_of(dtype), model_of(dtype)
-    optimizers = [SpeculativeCPUAdamW(model.parameters(), lr=1e-2) for model in models]
-    for model, one in zip(models, optimizers, strict=True):
+    states = []
+    for part_of in (lambda parameter: parameter, local):  # the DTensor, or the part
+        model, one = made(dtype)
         train(model, one, rank, range(2))
-        with torch.no_grad():  # of the DTensor, or of the part
-            (model.first.weight if model is models[0] else local(model.first.weight)).mul_(2)
+        with torch.no_grad():
+            part_of(model.first.weight).mul_(2)
         train(model, one, rank, range(2, 4))
-    assert state_of(optimizers[0]) == state_of(optimizers[1])
-    if dtype == torch.bfloat16:
-        master = local(optimizers[0].state[models[0].first.weight]["master"])
-        assert bits(local(models[0].first.weight)) == bits(master.bfloat16())
+        states.append(state_of(one))
+        if dtype == torch.bfloat16:
+            master = local(one.state[model.first.weight]["master"])
+            assert bits(local(model.first.weight)) == bits(master.bfloat16())
+    assert states[0] == states[1]
 
 
 @on_ranks(2)
 def test_parts_that_are_replaced(rank):
     """As by `model.to`, which swaps the contents of parameters, and by loading with `assign`."""
-    model = model_of(torch.float32)
-    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    model, optimizer = made(torch.float32)
     train(model, optimizer, rank, range(1))
     moments = bits(local(optimizer.state[model.first.weight]["exp_avg"]))
     model.to(torch.bfloat16)
@@ -285,8 +265,7 @@ def test_copies_go_on_with_the_same_bits(rank, dtype):
 @BOTH
 @on_ranks(2)
 def test_state_dicts_of_torch(rank, dtype):
-    model, other = model_of(dtype), model_of(dtype)
-    ours = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    (model, ours), other = made(dtype), model_of(dtype)
     theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
     train(model, ours, rank, range(2))
     theirs.load_state_dict(ours.torch_state_dict())

@@ -29,8 +29,6 @@ def make(dtype: torch.dtype = torch.float32, **options: object) -> SpeculativeCP
     return SpeculativeCPUAdam([parameter(70, dtype=dtype), parameter(3, 5, dtype=dtype, seed=1)], **options)
 
 
-# -- questions ---------------------------------------------------------------------------------------------------------
-
 QUESTIONS: dict[str, Callable[[SpeculativeCPUAdam], object]] = {
     "norm": lambda optimizer: optimizer.clip_grad_norm_(math.inf),
     "norm, twice": lambda optimizer: (optimizer.clip_grad_norm_(1.0), optimizer.clip_grad_norm_(math.inf)),
@@ -91,9 +89,6 @@ def test_question_about_other_gradients_leaves_open_speculation_alone() -> None:
     optimizer.zero_grad()
     train(twin, 2)
     assert visible(optimizer) == visible(twin)
-
-
-# -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", ["step", "resolve"])
@@ -228,9 +223,6 @@ def test_gradient_dtype_changes_between_steps(dtype: torch.dtype, gradient_dtype
     assert visible(optimizer) == visible(twin)
 
 
-# -- which parameters --------------------------------------------------------------------------------------------------
-
-
 def test_foreign_parameter_is_refused() -> None:
     optimizer = make()
     give_gradients(optimizer, 1)
@@ -251,9 +243,6 @@ def test_more_than_a_thousand_tiny_parameters() -> None:
         whole.step()
         pieces.step()
     assert bits(torch.cat([one.detach() for one in parameters_of(pieces)])) == bits(parameters_of(whole)[0])
-
-
-# -- the limit of the norm ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("speculative", [False, True])
@@ -342,8 +331,6 @@ def test_bad_limit_is_refused(name: str, value: object) -> None:
             optimizer.clip_grad_norm_(value)
     assert (optimizer.max_grad_norm, optimizer.on_nonfinite) == (2.0, "skip")
 
-
-# -- hyper-parameters --------------------------------------------------------------------------------------------------
 
 BAD_VALUES = {
     "lr": [-1.0, math.nan, math.inf, "0.1", None, 10**400, torch.ones(2), torch.tensor(math.nan)],

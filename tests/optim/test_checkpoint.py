@@ -18,6 +18,7 @@ from support.visible import (
     give_gradients,
     parameter,
     parameters_of,
+    plain,
     refused,
     shown,
     speculate,
@@ -34,9 +35,6 @@ def make(
     dtype: torch.dtype = torch.float32, cls: type[torch.optim.Optimizer] = SpeculativeCPUAdamW, **options: Any
 ) -> Any:
     return cls([parameter(64, dtype=dtype), parameter(2, 64, dtype=dtype, seed=1)], **{"lr": 0.1, **options})
-
-
-# -- damaged and foreign -----------------------------------------------------------------------------------------------
 
 
 SPOILED_ENTRIES: list[Callable[[dict], Any]] = []
@@ -110,6 +108,10 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "numbers for keys": (
         lambda saved: {**saved, "param_groups": [{1: 2, **saved["param_groups"][0]}]},
         "is no list of",
+    ),
+    "foreign tensor without memory": (
+        lambda saved: _changed(saved, saved["state"][1], {"slow": _freed()}),
+        "a tensor without memory",
     ),
     "what cannot be copied": (_group(extra=(one for one in "ab")), r"holds what cannot be copied \(TypeError\)"),
     "flag in words": (_group(amsgrad="no"), "Invalid amsgrad: 'no'; expected True or False"),
@@ -239,9 +241,6 @@ def test_hook_that_returns_no_state_dict() -> None:
     optimizer.load_state_dict(saved)
 
 
-# -- there and back ----------------------------------------------------------------------------------------------------
-
-
 def _with_scheduler(optimizer: Any, saved: Any) -> None:
     with OffloadScheduler(optimizer, torch.nn.ParameterList(parameters_of(optimizer)), num_threads=1):
         pass
@@ -282,9 +281,6 @@ def test_weights_that_are_loaded_late_meet_the_loaded_masters(between: str, step
     train_alike(source, fresh, *range(4, 6), speculative=False)
 
 
-# -- what others keep in the state -------------------------------------------------------------------------------------
-
-
 OTHERS = ("slow", "mean", "history", "name")
 
 
@@ -298,18 +294,10 @@ def _with_foreign_state(optimizer: Any) -> Any:
     return optimizer
 
 
-def _seen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _seen(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_seen(each) for each in value]
-    return bits(value) if isinstance(value, torch.Tensor) else value
-
-
 def _foreign_state(optimizer: Any) -> list[Any]:
     """Return what others keep, for the two parameters and in all."""
     entries = [optimizer.state[p] for p in parameters_of(optimizer)[:2]]
-    return _seen([*({key: entry[key] for key in OTHERS} for entry in entries), optimizer.state["of the wrapper"]])
+    return plain([*({key: entry[key] for key in OTHERS} for entry in entries), optimizer.state["of the wrapper"]])
 
 
 def _grown(optimizer: Any) -> Any:
@@ -387,16 +375,12 @@ def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> Non
 
 
 def test_loading_copies() -> None:
-    optimizer = trained(make(torch.bfloat16))
-    saved = optimizer.state_dict()
-    frozen = copy.deepcopy(saved)
-    before = state_bits(optimizer)
-    optimizer.load_state_dict(saved)
-    assert state_bits(optimizer) == before
+    saved = copy.deepcopy(trained(make(torch.bfloat16)).state_dict())
+    before = {index: entry_bits(entry) for index, entry in saved["state"].items()}
     other = make(torch.bfloat16)
-    other.load_state_dict(frozen)
+    other.load_state_dict(saved)
     trained(other, range(2, 4))
-    assert {index: entry_bits(entry) for index, entry in frozen["state"].items()} == before["state"]
+    assert {index: entry_bits(entry) for index, entry in saved["state"].items()} == before
 
 
 def test_returned_dicts_are_not_those_of_the_optimizer() -> None:
@@ -424,8 +408,6 @@ def test_between_dtypes_of_the_model(dtype: torch.dtype) -> None:
     again.step()
     assert again.state_dict()["state"][0]["master"].dtype == torch.float32
 
-
-# -- torch's Adam and AdamW --------------------------------------------------------------------------------------------
 
 OPTIONS = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
 
@@ -484,12 +466,10 @@ def test_ours_loads_torch(ours: type, theirs: type, dtype: torch.dtype) -> None:
 def test_decay_of_adamw_stays_decoupled_whatever_is_loaded() -> None:
     saved = trained(make(cls=torch.optim.Adam)).state_dict()
     assert saved["param_groups"][0]["decoupled_weight_decay"] is False
-    optimizer = make()
-    optimizer.load_state_dict(saved)
-    theirs = make(cls=torch.optim.AdamW)
-    theirs.load_state_dict(saved)
-    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
-    assert theirs.param_groups[0]["decoupled_weight_decay"] is True
+    for cls in (SpeculativeCPUAdamW, torch.optim.AdamW):
+        optimizer = make(cls=cls)
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
 
 
 def test_limits_are_no_group_keys_and_survive_foreign_checkpoints() -> None:

@@ -21,13 +21,6 @@ def entries(optimizer: Any) -> list[dict[str, Tensor]]:
     return list(optimizer.state_dict()["state"].values())
 
 
-def stored(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    return [(entry["exp_avg"], entry["exp_avg_sq"]) for entry in entries(optimizer)]
-
-
-# -- what is stored ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", ["bfloat16", "BF16", "", None, 16, torch.bfloat16, ["bf16"]])
 def test_other_values_are_refused_in_one_sentence(value: Any) -> None:
     for cls in (SpeculativeCPUAdam, SpeculativeCPUAdamW):
@@ -55,9 +48,6 @@ def test_moments_are_bf16_tensors_of_the_parameters_shape(dtype: torch.dtype, am
 def test_fp64_parameters_have_the_bits_of_fp64_moments(amsgrad: bool) -> None:
     plain, ours = (make(torch.float64, moments=moments, amsgrad=amsgrad) for moments in ("fp32", "bf16"))
     train_alike(ours, plain, 0, 1, 2)
-
-
-# -- numbers at the edge -----------------------------------------------------------------------------------------------
 
 
 def mean_after(steps: int, gradient: float, **options: Any) -> tuple[float, float]:
@@ -118,13 +108,10 @@ def test_every_step_has_its_own_thresholds(begin: int) -> None:
         plain.load_state_dict(saved)
         for optimizer in optimizers:
             train(optimizer, step)
-        for wide, narrow in zip(stored(plain)[0], stored(ours)[0], strict=True):
+        for wide, narrow in [(entries(plain)[0][key], entries(ours)[0][key]) for key in MOMENTS]:
             assert bits(narrow.float()) == bits(round_by_thresholds(wide, step, 16))
             assert bits(narrow.float()) != bits(round_by_thresholds(wide, step + 1, 16))
         assert entries(ours)[0]["step"] == step
-
-
-# -- what is loaded ----------------------------------------------------------------------------------------------------
 
 
 @EACH_PAIR
@@ -141,4 +128,4 @@ def test_fp32_moments_are_rounded_to_nearest_when_loaded(ours: type, theirs: typ
             assert "master" not in entry or bits(mine["master"]) == bits(entry["master"])
         assert optimizer.moments == "bf16"
         trained(optimizer, [2])
-        assert {one.dtype for pair in stored(optimizer) for one in pair} == {torch.bfloat16}
+        assert {entry[key].dtype for entry in entries(optimizer) for key in MOMENTS} == {torch.bfloat16}

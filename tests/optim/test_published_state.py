@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,11 +19,10 @@ from support.visible import (
     train,
     visible,
 )
+from torch import nn
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim.published_state import PublishedState
-
-# -- shared memory -----------------------------------------------------------------------------------------------------
 
 
 def _two_views(first: slice, second: slice) -> list[torch.nn.Parameter]:
@@ -68,9 +68,6 @@ def test_parameters_side_by_side_in_one_buffer() -> None:
         for optimizer in (flat, apart):
             train(optimizer, seed, speculative=bool(seed))
     assert visible(flat) == visible(apart)
-
-
-# -- parameters that change --------------------------------------------------------------------------------------------
 
 
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -141,9 +138,6 @@ def test_conversion_that_does_not_fit_is_refused(dtype: torch.dtype, conversion:
         assert state_bits(optimizer) == state_bits(trained(make(dtype), [1, 2]))
 
 
-# -- the published state -----------------------------------------------------------------------------------------------
-
-
 def _set_inference_step(state: Any, p: torch.Tensor) -> None:
     with torch.inference_mode():
         state[p]["step"] = torch.tensor(9.0)
@@ -182,12 +176,6 @@ def test_what_users_write_into_the_state_counts(dtype: torch.dtype, edit: str, s
     train_alike(optimizer, twin, 2, 3, speculative=speculative)
 
 
-def _edit_through_state_dict(optimizer: Any, edit: Callable[[Any, torch.Tensor], object], p: torch.Tensor) -> None:
-    """Edit tensors alone, which a state dict shares with the optimizer, as torch's does."""
-    index = [id(one) for one in parameters_of(optimizer)].index(id(p))
-    edit({p: optimizer.state_dict()["state"][index]}, p)
-
-
 @EACH_DTYPE
 @pytest.mark.parametrize(
     ("when", "edit"),
@@ -205,7 +193,7 @@ def test_what_users_write_into_the_state_while_speculation_is_open_counts(dtype,
             one.state_dict()
         give_gradients(one, 2, speculative=one is optimizer)
         if when == "through a state dict":
-            _edit_through_state_dict(one, EDITS[edit], p)
+            EDITS[edit]({p: one.state_dict()["state"][1]}, p)
         else:
             EDITS[edit](one.state if held is None else held, p)
         one.step()
@@ -216,7 +204,7 @@ def test_what_users_write_into_the_state_while_speculation_is_open_counts(dtype,
     train_alike(optimizer, twin, 3)
 
 
-def _add_group(optimizer: Any, state: Any) -> None:
+def _add_group(optimizer: Any, state: Any = None) -> None:
     optimizer.add_param_group({"params": parameter(9, dtype=parameters_of(optimizer)[0].dtype, seed=2)})
 
 
@@ -257,7 +245,7 @@ def test_an_adopted_write_is_shown_by_what_stands_for_the_master() -> None:
     assert all(map(torch.equal, *shown))
 
 
-def _widen(optimizer: Any, state: Any) -> None:
+def _widen(optimizer: Any) -> None:
     first = parameters_of(optimizer)[0]
     first.data = first.data.float()
 
@@ -269,10 +257,10 @@ def test_state_that_has_moved_is_looked_at_where_parameters_are_bound_anew(chang
     held, entry = (one.state[parameters_of(one)[1]] for one in (optimizer, twin))
     entry["exp_avg"] = entry["exp_avg"].half()
     for one in (optimizer, twin):
-        change(one, None)
+        change(one)
     held["exp_avg"].data = held["exp_avg"].half()  # of half the bytes
     train_alike(optimizer, twin, 3, speculative=speculative)
-    _add_group(optimizer, None)
+    _add_group(optimizer)
     held["exp_avg_sq"].untyped_storage().resize_(0)
     give_gradients(optimizer, 4)
     with pytest.raises(ValueError, match=r"^exp_avg_sq of parameter 1 of group 0 .*, expected .* in memory"):
@@ -342,9 +330,8 @@ def test_assigned_state_is_advanced_in_place(dtype: torch.dtype, step: Any, spec
         assert entry["step"] == 7
         assert entry["exp_avg"] is moment
         assert moment.dtype == wide
-        assert {key: bits(entry[key]) for key in ("exp_avg", "exp_avg_sq")} == {
-            key: bits(own[key]) for key in ("exp_avg", "exp_avg_sq")
-        }
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert bits(entry[key]) == bits(own[key])
     assert shown(optimizer) == shown(twin)
 
 
@@ -378,15 +365,9 @@ def test_parameter_listed_twice_is_saved_as_by_torch() -> None:
     with pytest.raises(ValueError, match="parameter 0 of group 1 and parameter 1 of group 1 are the same parameter"):
         optimizer.step()
     optimizer.param_groups[1]["params"].pop()
-    twin = make()
+    twin = trained(make(), [1])
     twin.add_param_group({"params": parameter(3)})
-    for seed, one in ((1, twin), (2, twin), (2, optimizer)):
-        train(one, seed)
-        if seed == 1:
-            twin.state.pop(parameters_of(twin)[2])
-            with torch.no_grad():
-                parameters_of(twin)[2].copy_(parameter(3))
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 2, speculative=False)
 
 
 @EACH_DTYPE
@@ -426,3 +407,133 @@ def test_names_in_errors() -> None:
     model.bias.grad.data = torch.ones(4)
     with refused(optimizer, ValueError, "^the gradient of bias has shape"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("is_speculative", [False, True])
+@EACH_DTYPE
+def test_groups_that_could_not_be_bound_and_are_as_before_go_on(dtype: torch.dtype, is_speculative: bool) -> None:
+    optimizer, twin = trained(make(dtype, max_grad_norm=1.0)), trained(make(dtype, max_grad_norm=1.0))
+    entry = optimizer.state[parameters_of(optimizer)[1]]
+    for one in (optimizer, twin):
+        one.add_param_group({"params": [parameter(7, dtype=dtype)]})
+    right, entry["exp_avg"] = entry["exp_avg"], "nothing"
+    optimizer.param_groups.reverse()
+    with pytest.raises(ValueError, match=r"exp_avg of .* is a str"):
+        optimizer.step()
+    entry["exp_avg"] = right
+    optimizer.param_groups.reverse()
+    del entry
+    train_alike(optimizer, twin, 2, 3, speculative=is_speculative)
+
+
+STORIES = ["master", "master, moment", "moment, master", "moment, save, master"]
+STORIES += ["master, group", "master, open", "open, master, close", "open, master, close, open", "master, group, open"]
+
+
+@pytest.mark.parametrize("edits", STORIES)
+def test_a_master_that_was_written_to_counts_whatever_else_was_replaced(edits: str) -> None:
+    weight = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+    optimizer = SpeculativeCPUAdam([weight], lr=1e-3)
+    give_gradients(optimizer, 0)
+    optimizer.step()
+    entry = optimizer.state[weight]
+    for edit in edits.split(", "):
+        if edit == "master":
+            entry["master"].add_(1.0)
+        elif edit == "moment":
+            entry["exp_avg"] = entry["exp_avg"].clone()
+        elif edit == "group":
+            optimizer.add_param_group({"params": [parameter(3)]})
+        elif edit == "open":
+            scheduler = OffloadScheduler(optimizer, nn.ParameterList([weight]))
+        elif edit == "close":
+            scheduler.close()
+        else:
+            optimizer.state_dict()
+    optimizer.step()
+    assert ((weight > 0.9) & (weight < 1.1)).all()
+
+
+@pytest.mark.parametrize("freed", ["lr", "step", "exp_avg", "exp_avg_sq"])
+def test_one_element_without_memory_is_refused_and_not_read(freed: str) -> None:
+    """Not even for the sentence that refuses it."""
+    lr = torch.tensor(0.1)
+    optimizer = SpeculativeCPUAdam([parameter(1)], lr=lr)
+    give_gradients(optimizer, 0)
+    optimizer.step()
+    (one,) = parameters_of(optimizer)
+    value = lr if freed == "lr" else optimizer.state[one][freed]
+    before = bits(one)
+    value.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{freed}.* torch.float32 of shape"):
+        optimizer.step()
+    assert bits(one) == before
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("when", ["at first", "in a new group", "before speculation", "for a taken gradient"])
+def test_a_parameter_without_memory_is_refused_from_the_first_step_on(when: str, dtype: torch.dtype) -> None:
+    freed, other = (nn.Parameter(torch.ones(5, dtype=dtype)) for _ in range(2))
+    optimizer = SpeculativeCPUAdam([other] if when == "in a new group" else [freed, other], lr=0.1)
+    if when == "in a new group":
+        train(optimizer, 0)
+        optimizer.add_param_group({"params": [freed]})
+    for one in (freed, other):
+        one.grad = torch.ones(5, dtype=dtype)
+    if when == "for a taken gradient":
+        optimizer.speculate()
+        freed.data = freed.grad
+    else:
+        freed.untyped_storage().resize_(0)
+    before = bits(other)
+    if when == "before speculation":
+        optimizer.speculate()
+    with pytest.raises(ValueError, match="has no data, because its storage was freed"):
+        optimizer.step()
+    assert bits(other) == before
+    freed.grad = None
+    optimizer.step()
+    assert bits(other) != before
+
+
+CALLS = {
+    "reading what programs hold": lambda optimizer: optimizer._binding.bound(optimizer.param_groups),
+    "adopting what they wrote": lambda optimizer: optimizer._binding._transaction.adopt_outside_writes(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_read_while_a_pass_of_the_worker_runs(call):
+    """Which writes state, and reads where parameters lie."""
+    optimizer = trained(make(torch.bfloat16), [0])
+    held = optimizer.state[parameters_of(optimizer)[0]]
+    with ThreadPoolExecutor(1) as threads:
+        with optimizer._binding._transaction.lock:
+            done = threads.submit(CALLS[call], optimizer)
+            with pytest.raises(TimeoutError):
+                done.result(0.2)
+        done.result(60)
+    assert held["step"] == 1
+
+
+def test_parameters_are_named_as_they_are_listed_now():
+    parameters = [parameter(3), parameter(4)]
+    optimizer = trained(SpeculativeCPUAdam([{"params": [one]} for one in parameters]))
+    optimizer.param_groups.reverse()
+    parameters[0].grad = torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match=r"^the gradient of parameter 0 of group 1 is sparse, "):
+        optimizer.step()
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is complex "):
+        optimizer.step()
+
+
+def test_a_write_that_no_sample_shows_counts_where_parameters_are_bound_anew():
+    optimizer = trained(SpeculativeCPUAdam([parameter(9000, dtype=torch.bfloat16)], lr=1e-3), [0])
+    (weight,) = parameters_of(optimizer)
+    with torch.no_grad():
+        weight[1234] = 0.5
+    optimizer.add_param_group({"params": [parameter(3)]})
+    trained(optimizer, [1, 2])
+    assert abs(optimizer.state[weight]["master"][1234] - 0.5) < 0.01
+    assert abs(weight[1234] - 0.5) < 0.01

@@ -3,12 +3,13 @@
 import contextlib
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, EACH_PAIR, make, trained
+from support.optimizers import EACH_DTYPE, EACH_PAIR, make, through_disk, train_alike, trained
 from support.visible import (
     bits,
     give_gradients,
@@ -19,9 +20,10 @@ from support.visible import (
     train,
     visible,
 )
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-# -- the object --------------------------------------------------------------------------------------------------------
+from superadam import SpeculativeCPUAdamW
 
 
 @EACH_PAIR
@@ -81,9 +83,6 @@ def test_options_that_cannot_be_are_refused(key: str) -> None:
     optimizer = make()
     with refused(optimizer, RuntimeError, f"{key}=True is not possible"):
         optimizer.add_param_group({"params": [parameter(3)], key: True})
-
-
-# -- hooks -------------------------------------------------------------------------------------------------------------
 
 
 @EACH_PAIR
@@ -173,9 +172,6 @@ def test_profiler_ranges() -> None:
     assert names == [f"Optimizer.{name}#SpeculativeCPUAdamW.{name}" for name in ("step", "zero_grad")]
 
 
-# -- closures and gradients --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
 )
@@ -222,19 +218,15 @@ def test_modes_without_autograd(dtype, mode, speculative, is_stepped_there):
     """State made inside inference mode, or from gradients made there, can be used outside."""
     optimizer, twin = make(dtype=dtype), make(dtype=dtype)
 
-    def step() -> None:
-        if speculative:
-            optimizer.speculate()
-        optimizer.step()
-        assert len(optimizer.state) == 2
-
     for seed in range(3):
-        with mode() if seed != 1 else contextlib.nullcontext():
+        inner = mode if seed != 1 else contextlib.nullcontext
+        with inner():
             give_gradients(optimizer, seed)
-            if is_stepped_there:
-                step()
-        if not is_stepped_there:
-            step()
+        with inner() if is_stepped_there else contextlib.nullcontext():
+            if speculative:
+                optimizer.speculate()
+            optimizer.step()
+            assert len(optimizer.state) == 2
         optimizer.zero_grad()
         train(twin, seed)
         for one in (optimizer, twin):
@@ -271,15 +263,11 @@ def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype
     optimizer.rollback()
     version = p._version
     optimizer.zero_grad()
-    for graph, plain in zip(graphs, [(q * q * q).sum(), (q * q).sum(), (q * 3).sum()], strict=True):
+    for graph in (*graphs, (q * q * q).sum(), (q * q).sum(), (q * 3).sum()):
         graph.backward()
-        plain.backward()
     assert p._version == version
     assert bits(p.grad) == bits(q.grad)
     assert visible(optimizer)["state"] == visible(twin)["state"]
-
-
-# -- other parts of torch ----------------------------------------------------------------------------------------------
 
 
 def test_compiled_step() -> None:
@@ -290,3 +278,75 @@ def test_compiled_step() -> None:
             give_gradients(one, seed)
             call()
     assert visible(optimizer) == visible(twin)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "torch.save": lambda optimizer: through_disk(optimizer, weights_only=False),
+}
+
+
+STORAGES = {
+    "fp32": {"amsgrad": True},
+    "bf16": {"moments": "bf16", "master": "24bit", "amsgrad": True},
+    "8 bits": {"moments": "8bit", "master": "24bit"},
+}
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("history", ["new", "stepped", "accepted", "exposed", "scheduled"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_copies_continue_alike(dtype: torch.dtype, how: str, history: str, storage: str) -> None:
+    made = [parameter(70, dtype=dtype), parameter(2, 64, dtype=dtype, seed=1)]
+    optimizer = SpeculativeCPUAdamW(made, max_grad_norm=2.0, on_nonfinite="raise", **STORAGES[storage])
+    optimizer.register_step_pre_hook(lambda *ignored: None)  # hooks stay behind, as in torch
+    if history == "scheduled":
+        lr_scheduler.StepLR(optimizer, 1)
+    if history != "new":
+        train(optimizer, 1, speculative=history == "accepted")
+    if history == "exposed":
+        assert optimizer.state
+    other = COPIES[how](optimizer)
+    assert type(other) is type(optimizer)
+    assert [key for key in dir(other) if key[0] != "_"] == [key for key in dir(optimizer) if key[0] != "_"]
+    assert repr(other) == repr(optimizer)
+    assert other.defaults == optimizer.defaults
+    assert (other.max_grad_norm, other.on_nonfinite) == (2.0, "raise")
+    assert (other.moments, other.master) == (optimizer.moments, optimizer.master)
+    assert (other.statistics, other.last_outcome) == (optimizer.statistics, optimizer.last_outcome)
+    assert visible(other) == visible(optimizer)
+    train(other, 2)
+    if history != "new":
+        assert visible(other) != visible(optimizer)  # they share nothing
+    train(optimizer, 2)
+    assert visible(other) == visible(optimizer)
+
+
+def test_deepcopy_of_model_and_optimizer_together() -> None:
+    model = torch.nn.Linear(5, 5, dtype=torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    train(optimizer, 1)
+    other_model, other = copy.deepcopy((model, optimizer))
+    assert all(p is q for p, q in zip(other_model.parameters(), parameters_of(other), strict=True))
+    train_alike(optimizer, other, 2, speculative=False)
+    assert bits(other_model.weight) == bits(model.weight)
+
+
+def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> None:
+    """As Lightning makes them: an object of a subclass, with the optimizer's `__dict__`."""
+    optimizer = make(max_grad_norm=1e9)
+    wrapped = copy.copy(optimizer.__dict__)
+    other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)
+    other.__dict__ = wrapped
+    other.max_grad_norm = 0.5
+    other.clip_grad_norm_(0.25)
+    train(other, 1)
+    assert optimizer.max_grad_norm == 0.5
+    assert optimizer.last_outcome is other.last_outcome
+    assert optimizer.last_outcome.clip_coefficient < 1.0
+    assert visible(optimizer) == visible(other)
+    deep = copy.deepcopy(optimizer)
+    deep.max_grad_norm = 2.0
+    assert optimizer.max_grad_norm == 0.5

@@ -19,6 +19,17 @@ def scaler_of(scale: float, *, growth: float = 2.0, enabled: bool = True) -> tor
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_factor=growth, growth_interval=2, enabled=enabled)
 
 
+def _speculate(optimizer: Any, scaler: torch.amp.GradScaler, when: str, *, unscales: bool) -> None:
+    """Speculate and unscale in this order, if at all."""
+    if when == "before unscale_":
+        optimizer.speculate()
+    if unscales:
+        scaler.unscale_(optimizer)
+    if when == "after unscale_":
+        optimizer.speculate()
+    assert are_taken(optimizer) == [when != "never"] * len(are_taken(optimizer))
+
+
 def _scaled(use: str, dtype: torch.dtype, *, when: str = "never", scale: float = 2.0**10) -> Iterator[Any]:
     """Yield after every step of a loop with a GradScaler in which the third loss overflows."""
     optimizer = SpeculativeCPUAdamW([parameter(64, dtype=dtype)], lr=0.1)
@@ -29,14 +40,7 @@ def _scaled(use: str, dtype: torch.dtype, *, when: str = "never", scale: float =
         x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).to(dtype)
         loss = (p * x).sum() * (math.inf if seed == 2 else 1.0)
         scaler.scale(loss).backward()
-        if when == "before unscale_":
-            optimizer.speculate()
-            assert all(are_taken(optimizer))
-        if use in ("unscale_", "clip"):
-            scaler.unscale_(optimizer)
-        if when == "after unscale_":
-            optimizer.speculate()
-            assert all(are_taken(optimizer))
+        _speculate(optimizer, scaler, when, unscales=use in ("unscale_", "clip"))
         if use == "clip":
             torch.nn.utils.clip_grad_norm_([p], 0.5)
         if use == "disabled" and seed == 2:
@@ -64,12 +68,9 @@ def test_limit_and_outcomes_are_those_of_unscaled_gradients(dtype: torch.dtype, 
     for seed in range(4):
         give_gradients(twin, seed)
         twin.step()
-        give_gradients(optimizer, seed, scaler.get_scale(), speculative=when == "before unscale_")
+        give_gradients(optimizer, seed, scaler.get_scale())
         scaler.scale(torch.ones(()))  # which makes the scale
-        if when == "after unscale_":
-            scaler.unscale_(optimizer)
-            optimizer.speculate()
-        assert are_taken(optimizer) == [when != "never"] * 2
+        _speculate(optimizer, scaler, when, unscales=when == "after unscale_")
         scaler.step(optimizer)
         scaler.update()
         assert optimizer.last_outcome == twin.last_outcome
@@ -87,12 +88,7 @@ def test_an_overflow_is_the_scalers(value: float, on_nonfinite: str, when: str) 
     before, outcome = state_bits(optimizer), optimizer.last_outcome
     scaler = scaler_of(2.0**10)
     scaler.scale(parameters_of(optimizer)[0].sum() * value).backward()
-    if when == "before unscale_":
-        optimizer.speculate()
-    elif when == "after unscale_":
-        scaler.unscale_(optimizer)
-        optimizer.speculate()
-    assert all(are_taken(optimizer)) is (when != "never")
+    _speculate(optimizer, scaler, when, unscales=when == "after unscale_")
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**9

@@ -165,15 +165,10 @@ def gradients(pair: Pair, seed: int) -> None:
 
 @action
 def edit_gradients(pair: Pair, seed: int) -> None:
-    for p, own, _ in pair.rows[seed % 2 :]:
-        for one in (p, own):
-            if one.grad is not None:
-                [
-                    lambda g: g.add_(noise(g.shape, g.dtype, seed)),
-                    lambda g: g.mul_(0.5),
-                    lambda g: g.mul_(0.3),
-                    lambda g: g.clamp_(-0.5, 0.5),
-                ][seed // 2 % 4](one.grad)
+    edits: list[Callable[[Tensor], Tensor]] = [lambda g: g.add_(noise(g.shape, g.dtype, seed))]
+    edits += [lambda g: g.mul_(0.5), lambda g: g.mul_(0.3), lambda g: g.clamp_(-0.5, 0.5)]
+    for one in [one for p, own, _ in pair.rows[seed % 2 :] for one in (p, own) if one.grad is not None]:
+        edits[seed // 2 % 4](one.grad)
 
 
 @action
@@ -193,19 +188,12 @@ def drop_gradients(pair: Pair, seed: int) -> None:
             own.grad.zero_()
 
 
-@action
-def speculate(pair: Pair, seed: int) -> None:
-    pair.ours.speculate(None if seed % 3 else parameters_of(pair.ours)[: seed % 4])
-
-
-@action
-def roll_back(pair: Pair, seed: int) -> None:
-    pair.ours.rollback()
-
-
-@action
-def commit(pair: Pair, seed: int) -> None:
-    pair.ours.commit()
+ACTIONS |= {
+    "speculate": lambda pair, seed: pair.ours.speculate(None if seed % 3 else parameters_of(pair.ours)[: seed % 4]),
+    "roll_back": lambda pair, seed: pair.ours.rollback(),
+    "commit": lambda pair, seed: pair.ours.commit(),
+    "look": lambda pair, seed: pair.check_everything(),
+}
 
 
 @action
@@ -389,11 +377,6 @@ def schedule(pair: Pair, seed: int) -> None:
 
 
 @action
-def look(pair: Pair, seed: int) -> None:
-    pair.check_everything()
-
-
-@action
 def hold_state(pair: Pair, seed: int) -> None:
     pair.held = (pair.ours.state, pair.theirs.state) if seed % 2 else None
 
@@ -469,15 +452,14 @@ def assign_state(pair: Pair, seed: int) -> None:
         kind = 2
     pair.held = None
     for side, optimizer in enumerate((pair.ours, pair.theirs)):
-        if kind == 0:
-            optimizer.state = defaultdict(dict, before[side])
-        elif kind == 1:
-            entries = {p: copy.deepcopy(entry) for p, entry in before[side].items()}
-            optimizer.state = defaultdict(dict, entries)
-        elif kind == 2:
-            optimizer.state = {} if seed % 8 == 2 and optimizer is pair.ours else defaultdict(dict)
-        else:
-            optimizer.state = kept[side]
+        entries = [
+            before[side],
+            {p: copy.deepcopy(entry) for p, entry in before[side].items()},
+            {},
+            kept and kept[side],
+        ][kind]
+        is_plain = kind == 3 or (seed % 8 == 2 and optimizer is pair.ours)
+        optimizer.state = entries if is_plain else defaultdict(dict, entries)
     if kind >= 2:
         masters = dict(kept[2]) if kind == 3 else {}
         for master, own in pair.copies.items():
@@ -504,13 +486,10 @@ def load(pair: Pair, seed: int) -> None:
     if "saved" not in pair.kept:
         return
     ours, theirs, masters = copy.deepcopy(pair.kept["saved"])
-    if [len(group["params"]) for group in theirs["param_groups"]] != [
-        len(group["params"]) for group in pair.theirs.param_groups
-    ] or any(
-        theirs["state"][place]["exp_avg"].shape != master.shape
-        for place, (_, _, master) in enumerate(pair.rows)
-        if theirs["state"].get(place)
-    ):
+    both = (theirs["param_groups"], pair.theirs.param_groups)
+    sizes = [[len(group["params"]) for group in groups] for groups in both]
+    state = [(theirs["state"].get(place), master) for place, (_, _, master) in enumerate(pair.rows)]
+    if sizes[0] != sizes[1] or any(entry and entry["exp_avg"].shape != master.shape for entry, master in state):
         return
     for group in theirs["param_groups"]:
         group["fused"] = True

@@ -16,13 +16,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -129,12 +128,7 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
                     results[rank] = RankError(f"rank {rank} hung")
                 break
             for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = left.pop(connection)
-                try:
-                    results[rank] = connection.recv()
-                except EOFError:
-                    results[rank] = ENDED
+                results[left.pop(connection)] = _received(connection)
     ended = [rank for rank in range(ranks) if results[rank] == ENDED or isinstance(results[rank], RankError)]
     if ended:
         _end(ended[0])  # the later ones, too: torch remembers which rank a process was
@@ -146,18 +140,11 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     return [results[rank] for rank in range(ranks)]
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a rank ended.
+class Ending(NamedTuple):
+    """How a rank ended."""
 
-    Attributes:
-        result: what its work returned, or the exception that it raised, as in its traceback's last line; `ENDED` if the
-            process ended before.
-        status: the exit status of its process, or minus the number of the signal that ended it.
-    """
-
-    result: Any
-    status: int
+    result: Any  # of its work, or the exception that it raised, as in its traceback's last line; `ENDED` without either
+    status: int  # of its process, or minus the number of the signal that ended it
 
 
 def run_apart(work: Callable[..., Any], ranks: int, cases: Sequence[dict[str, Any]]) -> list[list[Ending]]:
@@ -212,11 +199,14 @@ def _is_stopped(process: Any) -> bool:
 
 def _ending(worker: _Worker) -> Ending:
     worker.process.join()
+    return Ending(_received(worker.connection), worker.process.exitcode)
+
+
+def _received(connection: Any) -> Any:
     try:
-        result = worker.connection.recv()
+        return connection.recv()
     except EOFError:
-        result = ENDED
-    return Ending(result, worker.process.exitcode)
+        return ENDED
 
 
 def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,5 +1,6 @@
 """Small models under `fully_shard`, and the parts of DTensors on this rank."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,32 @@ from torch.distributed.tensor import Shard
 from superadam.devices import Device
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.testing import SimulatedDevice
+
+
+class Model(nn.Module):
+    """Has even, uneven and empty shards, a tied, an unused and a frozen parameter, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 1)
+        self.tied = nn.Linear(7, 1)
+        self.tied.weight = self.last.weight
+        self.unused = nn.Linear(3, 5)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.second(self.first(x).relu())
+        result: Tensor = self.frozen(self.last(inner) + self.tied(inner.tanh()))
+        return result
+
+
+def model_of(dtype: torch.dtype, seed: int = 1, **options: Any) -> Any:
+    """Return such a model, its two matrices and all the rest sharded one by one."""
+    torch.manual_seed(seed)
+    model = Model().to(dtype)
+    wrap([model.first, model.second, model], **options)
+    return model
 
 
 @torch.no_grad()
@@ -141,3 +168,9 @@ def parts_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
     for parameter in model.parameters():
         parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
     return [local(part).cpu().clone() for part in parts]
+
+
+def digest_of(model: nn.Module, optimizer: Any) -> str:
+    """Return a digest of the bits of these parts."""
+    parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts_of(model, optimizer)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -109,15 +109,16 @@ def train(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = F
     optimizer.zero_grad()
 
 
+def plain(value: Any) -> Any:
+    """Return what a checkpoint may hold as values that compare to the last bit, DTensors whole on every rank."""
+    if isinstance(value, Tensor):
+        whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return whole.dtype, whole.shape, whole.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def content(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return all that a checkpoint holds, whole on every rank, as values that compare to the last bit."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-            return whole.dtype, whole.shape, whole.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
+    """Return all that a checkpoint holds."""
     return {"model": plain(dict(model.state_dict())), "optimizer": plain(optimizer.state_dict())}
