@@ -700,6 +700,13 @@ def moments_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
         state[model.blocks[0].weight]["step"].add_(3)
 
 
+@between(torch=False, speculates=False, settings=[one for one in OTHERS if one.gpu_buckets == 1])
+def moments_replaced_in_inference_mode(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    with torch.inference_mode():
+        for entry in optimizer.state.values():
+            entry["exp_avg"] = entry["exp_avg"] * 0.5
+
+
 @between(speculates=False)
 def state_assigned(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A copy of it, or the very one that it is."""
@@ -1265,6 +1272,19 @@ def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) 
         gpu_buckets, bucket_numel = [(0, 1), (1, 100), (10**6, 100), (10**6, 10**6)][step % 4]
         can_keep = run.scheduler._resident is not None
         run.scheduler.place(gpu_buckets=gpu_buckets if can_keep else None, bucket_numel=bucket_numel)
+
+
+@program()
+def scheduler_placed_otherwise_during_backward(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    def place(gradient: Tensor) -> None:
+        if run.scheduler is not None:
+            threads = {} if run.scheduler.placement.num_threads == 0 else {"num_threads": 1 + step // 2}
+            run.scheduler.place(bucket_numel=[1, 10**6, 100, 100][step], **threads)
+
+    optimizer.zero_grad()
+    with model.blocks[0].weight.register_hook(place):
+        backward(model, step)
+    optimizer.step()
 
 
 @between()
