@@ -4,15 +4,12 @@ import contextlib
 import functools
 import logging
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.overlap import ImmediateDevice, PlantedError, ThreadDevice
 from support.visible import bits, state_bits
 from torch import Tensor, nn
@@ -247,78 +244,6 @@ def test_what_is_no_error_is_not_kept() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         telling.tell("this", interrupt)
-
-
-# ---- factors of any size ---------------------------------------------------------------------------------------------
-
-FACTORS = [0.0, -0.0, -1.0, -0.3, 1e-45, 1e-30, 0.5, 0.3, 1.0, 3.0, 1e30, math.inf, -math.inf, math.nan]
-CHANGES: dict[str, Callable[[list[Tensor], float], object]] = {
-    "multiplied": lambda gradients, factor: [one.mul_(factor) for one in gradients],
-    "of a list": lambda gradients, factor: torch._foreach_mul_(gradients, torch.tensor(factor)),
-    "divided": lambda gradients, factor: torch._foreach_div_(gradients, factor),
-    "some": lambda gradients, factor: [one.mul_(factor) for one in gradients[:-1]],
-    "twice": lambda gradients, factor: [one.mul_(factor).mul_(0.3) for one in gradients],
-    "clipped": lambda gradients, factor: torch.nn.utils.clip_grads_with_norm_(
-        _owners(gradients), 1.0, torch.tensor(factor)
-    ),
-    "unscaled": lambda gradients, factor: torch._amp_foreach_non_finite_check_and_unscale_(
-        gradients, torch.zeros(()), torch.tensor(factor)
-    ),
-}
-
-
-def _owners(gradients: list[Tensor]) -> list[nn.Parameter]:
-    owners = []
-    for gradient in gradients:
-        owner = nn.Parameter(torch.zeros_like(gradient))
-        owner.grad = gradient
-        owners.append(owner)
-    return owners
-
-
-@pytest.mark.slow
-@settings(max_examples=settings().max_examples // 4)
-@given(
-    program=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(FACTORS)), min_size=4, max_size=10),
-    clips=st.integers(0, 3),
-    limit=st.sampled_from([math.inf, 1.0]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    device=st.sampled_from(sorted(DEVICES)),
-    overflows=st.booleans(),
-)
-def test_factors_of_any_size_are_ordinary_ones(
-    program: list[tuple[str, float]], clips: int, limit: float, dtype: torch.dtype, device: str, overflows: bool
-) -> None:
-    """Zero, negative ones, those that overflow, and NaN, in between clipped steps: nothing raises, warns or logs."""
-    seen = []
-    failed = set(telling._failed)
-    for is_on in (False, True):
-        model = Net(dtype)
-        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=limit)
-        run: list[Any] = []
-        scheduler: Any = contextlib.nullcontext()
-        if is_on:
-            scheduler = OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1)
-        with warnings.catch_warnings(action="error"), scheduler:
-            for number, (change, factor) in enumerate(program):
-                for clipped in range(clips + 1):
-                    model.backward(10 * number + clipped)
-                    gradients = [one.grad for one in model.parameters() if one.grad is not None]
-                    if overflows and factor == 0.0:
-                        gradients[0].view(-1)[0] = math.inf
-                    if clipped < clips:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    else:
-                        CHANGES[change](gradients, factor)
-                    del gradients
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    outcome = optimizer.last_outcome
-                    is_skipped = outcome.kind is StepKind.SKIPPED
-                    run.append((is_skipped, outcome.nonfinite, [bits(one) for one in model.parameters()]))
-        seen.append([run, state_bits(optimizer)])
-        assert telling._failed == failed
-    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.25])
