@@ -21,7 +21,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from measures.paced_device import PacedDevice, Rates
 from support.children import exit_code_of_child
 from support.overlap import (
     DeferredDevice,
@@ -82,25 +81,6 @@ working = fixture_of("working", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
 def options_of(device: Device, *, kept: int) -> dict[str, Any]:
     """Return options of a scheduler that keeps buckets where that is possible."""
     return {"device": device, "gpu_buckets": kept if device.can_update else 0}
-
-
-# ---- ordinary training ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("link", ["auto", torch.float32])
-@pytest.mark.parametrize("bucket_numel", [1, 70, 1_000_000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [ThreadDevice, *ANYWHERE])
-def test_every_dtype_bucket_size_and_wide_link(dtype: torch.dtype, bucket_numel: int, link: Any, make: Any) -> None:
-    scheduler = both(
-        lambda model, optimizer, _: train(model, optimizer, range(8)),
-        {"device": make(), "bucket_numel": bucket_numel, "transfer_dtype": link},
-        lambda: mlp(dtype),
-    )
-    counts = scheduler.optimizer.statistics
-    assert counts.committed
-    assert counts.clipped
 
 
 # ---- what torch does to gradients -----------------------------------------------------------------------------------
@@ -344,17 +324,6 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
     OffloadScheduler(optimizer, model).close()
 
 
-def test_optimizer_that_cannot_be_bound_leaves_nothing() -> None:
-    shared = torch.zeros(8)
-    first, second = nn.Parameter(shared[:5]), nn.Parameter(shared[3:])
-    model = nn.ParameterList([first, second])
-    threads = {*threading.enumerate()}
-    with pytest.raises(ValueError, match="share memory"):
-        OffloadScheduler(adam(model), model)
-    assert {*threading.enumerate()} <= threads
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-
-
 # ---- life and death -------------------------------------------------------------------------------------------------
 
 
@@ -375,16 +344,6 @@ def test_closed_and_made_again(anywhere: Device) -> None:
     train(twin, plain, range(6))
     assert everything(model, optimizer) == everything(twin, plain)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-
-
-def test_no_thread_is_left_after_close() -> None:
-    model = mlp()
-    before = set(threading.enumerate())
-    with OffloadScheduler(adam(model), model, num_threads=1) as scheduler:
-        (worker,) = set(threading.enumerate()) - before
-        assert worker.name == "superadam-worker"
-        train(model, scheduler.optimizer, range(2))
-    assert not worker.is_alive()
 
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -709,14 +668,3 @@ def test_new_values_go_up_before_the_verdict() -> None:
         padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
         assert scheduler.statistics.uploaded_bytes - before == padded
         assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published
-
-
-def test_synchronize_waits_for_what_was_published() -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=None)
-    device = PacedDevice(Rates(download=1e9, upload=1e9, memory=1e5))
-    with OffloadScheduler(optimizer, model, device=device, gpu_buckets=0, num_threads=1) as scheduler:
-        train(model, optimizer, range(2))
-        scheduler.synchronize()
-        (published,) = [one for one in device.busy if one.name == "publish"][-1:]
-        assert published.end <= device.now()

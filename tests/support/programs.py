@@ -126,6 +126,7 @@ class Run:
         limit: of the gradient norm, in settings that clip.
         seen: what the program has shown.
         optimizers: all that it has made, whose parameters and state are compared at the end.
+        schedulers: all that it has opened.
         scheduler: of the present step; None without one.
         block: of `accumulate()`, around a program that has none.
         kept: what a program remembers from step to step.
@@ -135,6 +136,7 @@ class Run:
     limit: float | None = None
     seen: Shown = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[OffloadScheduler] = field(default_factory=list)
     scheduler: OffloadScheduler | None = None
     block: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     kept: dict[str, Any] = field(default_factory=dict)
@@ -165,6 +167,7 @@ class Run:
         options = {} if setting.gpu_buckets is None else {"gpu_buckets": setting.gpu_buckets}
         device, bucket_numel = setting.device(), setting.bucket_numel
         self.scheduler = OffloadScheduler(optimizer, model, device=device, bucket_numel=bucket_numel, **options)
+        self.schedulers.append(self.scheduler)
         with self.scheduler, self.block:
             if setting.sums:
                 self.block.enter_context(self.scheduler.accumulate(torch.float32))
