@@ -727,6 +727,17 @@ def state_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
         optimizer.state.clear()
 
 
+@program(torch=False, speculates=False)
+def state_cleared_in_a_hook_where_a_master_was_deleted(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    optimizer.zero_grad()
+    if step == 2:
+        optimizer.state[model.first.weight].pop("master", None)
+        optimizer.state_dict()
+        model.last.weight.register_post_accumulate_grad_hook(lambda _: optimizer.state.clear())
+    backward(model, step)
+    optimizer.step()
+
+
 # ---- hyper-parameters are changed -----------------------------------------------------------------------------------
 
 

@@ -383,24 +383,6 @@ def test_data_loader_workers_are_forked_beside_the_worker() -> None:
     both(loaded, {"device": ThreadDevice()})
 
 
-def test_forked_child_is_told_instead_of_hanging() -> None:
-    model = mlp()
-    optimizer = adam(model)
-    with eager(optimizer, model, device=ThreadDevice()):
-        loss_of(model, 0).backward()
-
-        def in_child() -> None:
-            with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
-                optimizer.step()
-            other = mlp()
-            train(other, fresh := adam(other), range(2))
-            with eager(fresh, other, device=ThreadDevice()):
-                train(other, fresh, range(2))
-
-        assert exit_code_of_child(in_child) == 0
-        optimizer.step()
-
-
 @pytest.mark.parametrize("closes", [False, True])
 def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes(*, closes: bool) -> None:
     """What is under way there copies from and to pinned memory, which a child has not."""
@@ -426,10 +408,11 @@ def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes(*
     assert dropped() is None
 
 
-def test_forked_child_that_would_use_a_device_is_told() -> None:
-    """Before anything is copied, or awaited from a thread that may hold a lock."""
+@pytest.mark.parametrize("make_device", [ThreadDevice, lambda: SimulatedDevice(0, eagerness=0)], ids=["host", "link"])
+def test_forked_child_is_told_instead_of_hanging(make_device: Any) -> None:
+    """Before anything is copied, or awaited from a thread that may hold a lock; it may train another model."""
     model = mlp()
-    scheduler = eager(optimizer := adam(model), model, device=SimulatedDevice(0, eagerness=0))
+    scheduler = eager(optimizer := adam(model), model, device=make_device())
     train(model, optimizer, range(1))
     loss_of(model, 1).backward()
 
@@ -440,6 +423,10 @@ def test_forked_child_that_would_use_a_device_is_told() -> None:
         for call in (loss_of(model, 2).backward, optimizer.step, lambda: scheduler.export_trace("/dev/null")):
             with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
                 call()
+        other = mlp()
+        train(other, fresh := adam(other), range(2))
+        with eager(fresh, other, device=ThreadDevice()):
+            train(other, fresh, range(2))
         with pytest.raises(SystemExit), scheduler:
             sys.exit()
 

@@ -13,8 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from offload.test_programs import PROGRAMS
-from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, adam, batch, eager, mlp, train
-from support.programs import Program, Run, Setting, in_turn
+from support.overlap import (
+    DeferredDevice,
+    EagerSimulatedDevice,
+    ImmediateDevice,
+    KeepingDevice,
+    ThreadDevice,
+    adam,
+    batch,
+    eager,
+    mlp,
+    train,
+)
+from support.programs import Program, Run, Setting, first_difference, in_turn, run_in
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler
@@ -62,24 +73,27 @@ def counted_speculation() -> Iterator[list[int]]:
         yield begun
 
 
-UNCUT = 10**6
+NUMEL = 64 * 128
+"""Of buckets in which no parameter is cut."""
 WHOLE = [
-    Setting("immediate", torch.bfloat16, ImmediateDevice, UNCUT, patches=True),
-    Setting("thread", torch.bfloat16, ThreadDevice, UNCUT, clips=True),
-    Setting("simulated", torch.bfloat16, lambda: SimulatedDevice(5), UNCUT, gpu_buckets=0),
-    Setting("alone", torch.bfloat16, lambda: SimulatedDevice(6), 64 * 128, gpu_buckets=0, patches=True),
-    Setting("kept", torch.bfloat16, lambda: SimulatedDevice(7), 64 * 128, gpu_buckets=1, clips=True),
+    Setting("immediate", torch.bfloat16, ImmediateDevice, 10**6, patches=True),
+    Setting("thread", torch.bfloat16, ThreadDevice, 10**6, clips=True),
+    Setting("simulated", torch.bfloat16, lambda: SimulatedDevice(6), NUMEL, gpu_buckets=0, patches=True),
+    Setting("kept-immediate", torch.bfloat16, lambda: EagerSimulatedDevice(1, 1.0), NUMEL, gpu_buckets=10**6),
+    Setting("kept-lazy", torch.float32, lambda: SimulatedDevice(2, 0.0), NUMEL, gpu_buckets=2, clips=True),
+    Setting("kept-hasty", torch.bfloat16, lambda: SimulatedDevice(3, 0.8), NUMEL, gpu_buckets=1, clips=True),
+    Setting("kept-thread", torch.float64, KeepingDevice, NUMEL, gpu_buckets=10**6, clips=True),
 ]
-"""In which no parameter is cut."""
 
 
 @in_turn(PROGRAMS, WHOLE)
 def test_every_speculation_ends_in_one_way(program: Program, settings: list[Setting]) -> None:
-    """It is accepted, respeculated or dropped."""
+    """It is accepted, respeculated or dropped, and the bits are those of the plain run."""
     for setting in settings:
         run = Run(setting, program.limit)
         with counted_speculation() as begun:
-            program.train(run)
+            seen = run_in(program, setting, run)
+        assert first_difference(seen, run_in(program, setting.plain), program.ignores) is None
         counts = [optimizer.statistics for optimizer in run.optimizers]
         assert sum(one.accepted + one.respeculated + one.dropped for one in counts) == sum(begun)
         for one in counts:

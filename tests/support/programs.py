@@ -237,9 +237,9 @@ def in_turn(programs: Sequence[Program], settings: Sequence[Setting]) -> pytest.
     return pytest.mark.parametrize(("program", "settings"), cases)
 
 
-def run_in(program: Program, setting: Setting) -> Shown:
+def run_in(program: Program, setting: Setting, run: Run | None = None) -> Shown:
     """Train; return what was shown, and parameters and state of each optimizer at the end."""
-    run = Run(setting, program.limit)
+    run = run or Run(setting, program.limit)
     with pytest.MonkeyPatch.context() as patch:
         if not setting.pauses:
             patch.setattr(buckets, "PAUSE_STEPS", 0)
