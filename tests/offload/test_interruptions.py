@@ -349,7 +349,9 @@ def test_modes_are_as_before_wherever_python_enters_and_leaves_a_manager(name: s
     assert state_bits(optimizer) == expected
 
 
-@pytest.mark.parametrize(("dtype", "strike"), [(torch.float32, ctrl_c), (torch.bfloat16, interrupt)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "strike"), [(torch.float32, ctrl_c), (torch.bfloat16, interrupt)], ids=["fp32", "bf16"]
+)
 def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, strike: Callable[[], None]) -> None:
     """And loads as a whole when it is called again, whatever line raised."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
