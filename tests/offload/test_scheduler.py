@@ -30,7 +30,6 @@ from support.overlap import (
     adam,
     batch,
     eager,
-    end_thread,
     everything,
     fail_at,
     loss_of,
@@ -142,25 +141,6 @@ def test_worker_that_fails(dtype, at, after, then, kept, working, monkeypatch):
         return gradients
 
     both(story, options_of(working, kept=kept), lambda: mlp(dtype))
-
-
-def test_worker_whose_thread_has_ended() -> None:
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
-        train(model, optimizer, range(2))
-        if scheduler is not None:
-            end_thread(scheduler._pipeline._worker, with_job=True)
-        seen = []
-        for seed in range(2, 4):
-            loss_of(model, seed).backward()
-            if scheduler is not None:
-                with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
-                    optimizer.step()
-            seen.append([parameter.grad.clone() for parameter in model.parameters()])
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16))
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32], ids=str)
