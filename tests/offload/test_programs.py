@@ -1161,6 +1161,21 @@ def _reduce_in_a_hook(model: Any, run: Run) -> None:
 program("gradients_reduced_by_an_earlier_hook", prepare=_reduce_in_a_hook)(plainest)
 
 
+def _turn_in_a_hook(model: Any, run: Run) -> None:
+    def turn(parameter: Tensor) -> None:
+        turned = torch.empty_like(parameter.grad.t(), memory_format=torch.contiguous_format).t()
+        parameter.grad = turned.copy_(parameter.grad)
+
+    for layer in model.blocks:
+        layer.weight.register_post_accumulate_grad_hook(turn)
+
+
+@program(prepare=_turn_in_a_hook, torch=False)
+def gradients_in_another_order_of_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    plainest(model, optimizer, step, run)
+    assert run.scheduler is None or run.scheduler.statistics.given_back_gradients == 0
+
+
 def _drop_in_a_hook(model: Any, run: Run) -> None:
     def step_at_once(parameter: Tensor) -> None:
         parameter.data.add_(parameter.grad, alpha=-0.01)
@@ -1197,6 +1212,14 @@ def storage_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
         if step % 2 and is_alone(old):
             old.untyped_storage().resize_(0)
     gc.collect(1)
+
+
+@between(settings=[one for one in OTHERS if one.gpu_buckets == 1], torch=False)
+def weight_spread_out(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """It has gaps in its memory from then on."""
+    if step == 1:
+        values = model.blocks[0].weight.data
+        model.blocks[0].weight.data = torch.stack([values, torch.full_like(values, math.nan)], dim=-1)[..., 0]
 
 
 @between(speculates=False)
