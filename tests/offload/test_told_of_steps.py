@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.overlap import ImmediateDevice, PlantedError, ThreadDevice
+from support.overlap import DEVICES, ImmediateDevice, PlantedError
 from support.visible import bits, state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
-from superadam.devices import Device
 from superadam.host import telling
 from superadam.offload.buckets import Accumulation, Bucketer
 from superadam.offload.hooks import Hooks
@@ -27,12 +26,6 @@ from superadam.offload.transfers import Transfers
 from superadam.optim.published_state import PublishedState
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
-
-DEVICES: dict[str, Callable[[], Device]] = {
-    "immediate": ImmediateDevice,
-    "thread": ThreadDevice,
-    "simulated": lambda: SimulatedDevice(3),
-}
 
 
 class Net(nn.Module):
@@ -129,7 +122,7 @@ def check(device: str | None, failing: Failing, caplog: pytest.LogCaptureFixture
     scheduler: Any = contextlib.nullcontext()
     if device is not None:
         options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
-        options |= {"device": DEVICES[device](), "bucket_numel": 300, "num_threads": 1}
+        options |= {"device": DEVICES[device](3), "bucket_numel": 300, "num_threads": 1}
         scheduler = OffloadScheduler(optimizer, model, **options)
     with scheduler:
         for number in range(STEPS):
