@@ -1,17 +1,16 @@
 """What is only told of steps may fail: each step is made once, with the same bits, and the log says so once."""
 
-import contextlib
-import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from support.overlap import DEVICES, ImmediateDevice, PlantedError
-from support.visible import bits, state_bits
+from offload.test_programs import Net, backward, loss_of
+from support.overlap import ImmediateDevice, PlantedError, ThreadDevice
+from support.programs import PATCHED, Run, Setting, Shown, first_difference, state_of
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
@@ -27,44 +26,9 @@ from superadam.optim.published_state import PublishedState
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
-
-class Net(nn.Module):
-    """Its gradients are of a norm that jumps in every third step; the last parameter is frozen at first."""
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        sizes = (64, 8), (256,), (32, 32), (700,)
-        self.all = nn.ParameterList([nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes])
-
-    def backward(self, step: int) -> None:
-        generator = torch.Generator().manual_seed(step)
-        size = 5.0 if step % 3 else 0.5
-        losses = [(one * size * torch.randn(one.shape, generator=generator)).sum() for one in self.all]
-        torch.stack(losses).sum().backward()
-
-
 STEPS, UNFROZEN = 8, 4
-
-
-def step(model: Net, optimizer: SpeculativeCPUAdamW, number: int) -> None:
-    model.all[-1].requires_grad_(number >= UNFROZEN)
-    model.backward(number)
-    if number == 5:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@functools.cache
-def expected() -> tuple[list[Any], Any]:
-    model = Net()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-    seen = []
-    for number in range(STEPS):
-        step(model, optimizer, number)
-        seen.append([bits(one) for one in model.parameters()])
-    return seen, state_bits(optimizer)
+SIMULATED = replace(PATCHED[1], gpu_buckets=1)
+THREAD = replace(PATCHED[0], device=ThreadDevice)
 
 
 @dataclass
@@ -112,25 +76,31 @@ METHODS: dict[str, tuple[Any, str]] = {
 }
 
 
-def check(device: str | None, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
-    """Train while something fails, with or without a scheduler, and once it does not any more; it is logged once."""
-    failing.patch.setattr(telling, "_failed", set())
-    bits_of_steps, state = expected()
-    model = Net()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+def trained(setting: Setting, failing: Failing | None = None) -> Shown:
+    """Train with norms that jump and a parameter that is frozen at first, while something fails in most steps."""
+    run, model = Run(setting), Net().to(setting.dtype)
+    optimizer = run.adamw(model.parameters())
     exposed = optimizer.state  # so that every step updates it at once
-    scheduler: Any = contextlib.nullcontext()
-    if device is not None:
-        options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
-        options |= {"device": DEVICES[device](3), "bucket_numel": 300, "num_threads": 1}
-        scheduler = OffloadScheduler(optimizer, model, **options)
-    with scheduler:
+    with run.overlap(optimizer, model):
         for number in range(STEPS):
-            failing.is_armed = 0 < number < STEPS - 1
-            step(model, optimizer, number)
-            assert [bits(one) for one in model.parameters()] == bits_of_steps[number], number
-        assert state_bits(optimizer) == state
-        assert {key: len(value) for key, value in exposed.items()} == dict.fromkeys(model.parameters(), 4)
+            if failing is not None:
+                failing.is_armed = 0 < number < STEPS - 1
+            model.last.requires_grad_(number >= UNFROZEN)
+            (loss_of(model, number) * (1.0 if number % 3 else 0.1)).backward()
+            if number == 5:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see(list(model.parameters()))
+        run.see(state_of(optimizer), [len(entry) for entry in exposed.values()])
+    return run.seen
+
+
+def check(setting: Setting, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
+    """Train, with or without a scheduler; the bits are those without failures, and one is logged."""
+    failing.patch.setattr(telling, "_failed", set())
+    expected = trained(setting.plain)
+    assert first_difference(trained(setting, failing), expected) is None
     assert failing.count >= 2
     logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(logged) == 1
@@ -163,14 +133,14 @@ def test_no_listener_can_fail_a_step(name, monkeypatch, caplog):
     PREPARED.get(name, lambda patch: None)(monkeypatch)
     failing = Failing(monkeypatch)
     failing.method(*METHODS[name])
-    check("simulated", failing, caplog)
+    check(SIMULATED, failing, caplog)
 
 
-@pytest.mark.parametrize(("phase", "device"), [("resolve_seconds", "thread"), ("update_seconds", None)])
-def test_no_time_of_a_step_that_was_made_can_fail_it(phase, device, monkeypatch, caplog):
+@pytest.mark.parametrize(("phase", "setting"), [("resolve_seconds", THREAD), ("update_seconds", THREAD.plain)])
+def test_no_time_of_a_step_that_was_made_can_fail_it(phase, setting, monkeypatch, caplog):
     failing = Failing(monkeypatch, only=lambda transaction, name, begin: name == phase)
     failing.method(Transaction, "_spent")
-    check(device, failing, caplog)
+    check(setting, failing, caplog)
 
 
 def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +157,7 @@ def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplo
         learn(self, *arguments)
 
     monkeypatch.setattr(Predictor, "add_verdict", spoil)
-    check("simulated", failing, caplog)
+    check(SIMULATED, failing, caplog)
 
 
 def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,11 +211,11 @@ def test_what_is_no_error_is_not_kept() -> None:
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.25])
 def test_the_outcome_has_the_factor_of_others(factor: float) -> None:
-    model = Net()
+    model = Net().bfloat16()
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5)
     with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=300, num_threads=1):
         for number in range(1, 4):
-            model.backward(number)
+            backward(model, number)
             torch._foreach_mul_([one.grad for one in model.parameters()], factor)
             optimizer.step()
             optimizer.zero_grad()
