@@ -10,6 +10,7 @@ import torch
 from support.overlap import (
     EagerSimulatedDevice,
     KeepingDevice,
+    ThreadDevice,
     adam,
     loss_of,
     mlp,
@@ -128,6 +129,15 @@ def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
 
+class Roomy(ThreadDevice):
+    """Says that it can keep everything, and cannot: only for what is chosen."""
+
+    can_update = True
+
+    def free_bytes(self) -> int:
+        return 10**12
+
+
 def test_a_worker_that_is_far_behind_backward_leaves_all_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     speculate = Transaction.speculate
 
@@ -139,7 +149,7 @@ def test_a_worker_that_is_far_behind_backward_leaves_all_to_the_device(monkeypat
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(torch.bfloat16)
     model[2].weight.register_hook(lambda gradient: time.sleep(0.01))  # so that the worker begins during backward
     optimizer = adam(model, max_grad_norm=math.inf)
-    with OffloadScheduler(optimizer, model, device=KeepingDevice(), bucket_numel=64) as scheduler:
+    with OffloadScheduler(optimizer, model, device=Roomy(), bucket_numel=64) as scheduler:
         for seed in range(200):  # many more than a machine needs on which nothing else runs
             loss_of(model, seed).backward()
             optimizer.step()

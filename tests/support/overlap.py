@@ -78,9 +78,6 @@ class KeepingDevice(ThreadDevice):
     def is_host(self, tensor: Tensor) -> bool:
         return False
 
-    def free_bytes(self) -> int:
-        return 10**12
-
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
