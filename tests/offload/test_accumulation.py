@@ -1,10 +1,8 @@
 """Micro-batches: how many make a step is learned; sums are autograd's, or in fp32 on the host."""
 
-import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,21 +12,19 @@ from support.overlap import (
     DeferredDevice,
     ImmediateDevice,
     PlantedError,
-    RaiseInBackward,
     ThreadDevice,
     adam,
-    batch,
     eager,
     loss_of,
     mlp,
     train,
 )
-from support.programs import Story, both
+from support.programs import both
 from support.reference import Synchronous, flat, same_bits
 from support.visible import bits
-from torch import Tensor, nn
+from torch import nn
 
-from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
+from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.buckets import Accumulation
@@ -37,7 +33,8 @@ from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)
 
-OTHERS: list[Callable[[], Device]] = [
+DEVICES: list[Callable[[], Device]] = [
+    ImmediateDevice,
     ThreadDevice,
     DeferredDevice,
     lambda: SimulatedDevice(3, 0.0),
@@ -45,7 +42,7 @@ OTHERS: list[Callable[[], Device]] = [
 ]
 
 
-@pytest.fixture(params=[ImmediateDevice, *OTHERS], ids=["immediate", "thread", "deferred", "lazy", "hasty"])
+@pytest.fixture(params=DEVICES, ids=["immediate", "thread", "deferred", "lazy", "hasty"])
 def device(request: pytest.FixtureRequest) -> Device:
     return request.param()
 
@@ -82,199 +79,20 @@ def announced(scheduler: OffloadScheduler | None, dtype: torch.dtype | None = to
     return nullcontext() if scheduler is None else scheduler.accumulate(dtype)
 
 
-STORIES: dict[str, tuple[Story, dict[str, Any]]] = {}
-
-
-def tell(name: str, story: Story, **options: Any) -> None:
-    """Add a story, and options of `both`."""
-    STORIES[name] = story, options
-
-
-def micro_batches(
-    model: Any,
-    optimizer: SpeculativeCPUAdam,
-    scheduler: OffloadScheduler | None,
-    *,
-    between: Story = lambda *_: None,
-    before_step: Story = lambda *_: None,
-    dtype: torch.dtype | None = torch.float32,
-    last: slice = slice(None),
-) -> list[Any]:
-    """Make steps of three micro-batches, of which the last one goes through the layers `last` only."""
-    seen = []
-    for number in range(3):
-        optimizer.zero_grad()
-        for micro in range(2):
-            with announced(scheduler, dtype):
-                loss_of(model, 10 * number + micro).backward()
-            between(model, optimizer, scheduler)
-        loss_of(model[last], 10 * number + 2).backward()
-        seen.append(before_step(model, optimizer, scheduler))
-        optimizer.step()
-        seen.append(optimizer.last_outcome.kind.value)
-    return seen
-
-
-tell("no gradient but in the first layer at last", partial(micro_batches, last=slice(2)))
-tell("fp64", micro_batches, make=lambda: mlp(torch.float64))
-for _foreach, _dtype in ((None, torch.float32), (False, torch.float32), (False, None)):
-
-    def _clipped(model, optimizer, scheduler, foreach=_foreach):
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0, foreach=foreach)
-
-    _story = partial(micro_batches, before_step=_clipped, last=slice(2, None), dtype=_dtype)
-    tell(f"torch's clipping, {_foreach}, {_dtype}", _story, max_grad_norm=math.inf)
-
-
-def spoiled(model, optimizer, scheduler):
-    for number in range(5):
-        optimizer.zero_grad()
-        for micro in range(2):
-            loss = loss_of(model, micro) * {(1, 0): math.inf, (3, 1): math.nan}.get((number, micro), 1.0)
-            with nullcontext() if micro else announced(scheduler):
-                loss.backward()
-        optimizer.step()
-        assert (optimizer.last_outcome.kind is StepKind.SKIPPED) == (number % 2)
-
-
-def directly_after_a_block(model, optimizer, scheduler):
-    kinds = []
-    for seed in range(4):
-        optimizer.zero_grad()
-        with announced(scheduler):
-            loss_of(model, seed).backward()
-            loss_of(model[2:], seed).backward()
-        optimizer.step()
-        kinds.append(optimizer.last_outcome.kind.value)
-    assert {"committed", "clipped"} == set(kinds)
-    return kinds
-
-
-def added_after_the_sum_was_sent(model, optimizer, scheduler):
-    """Also if the worker reads the sum only later."""
-    for seed in range(4):
-        optimizer.zero_grad()
-        with announced(scheduler):
-            loss_of(model, seed).backward()
-        loss_of(model, seed + 10).backward()
-        with announced(scheduler):
-            loss_of(model, seed + 20).backward()
-        optimizer.step()
-
-
-def fail(model: nn.Module) -> None:
-    x = RaiseInBackward.apply(model[:2](batch(9)), PlantedError("planted"))
-    (30 * (model[2:](x) - 1) ** 2).mean().backward()
-
-
-def failing(model, optimizer, scheduler, *, which):
-    """A micro-batch fails when the layers from 2 on have their gradients, which stay until `zero_grad()`."""
-    train(model, optimizer, range(2))
-    for seed in range(3, 7):
-        if which == "last":
-            with announced(scheduler):
-                loss_of(model, seed).backward()
-        with pytest.raises(PlantedError), announced(scheduler) if which == "first" else nullcontext():
-            fail(model)
-        if seed % 2:
+@pytest.mark.parametrize("dtypes", [[None, torch.float32, torch.float32], [torch.float32, None]], ids=str)
+def test_sums_in_grad_and_on_the_host_flow_together(dtypes: list[torch.dtype | None], device: Device) -> None:
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for number in range(4):
             optimizer.zero_grad()
-        loss_of(model, seed + 10).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            for micro, dtype in enumerate(dtypes):
+                with announced(scheduler, dtype):
+                    loss_of(model, 10 * number + micro).backward()
+            loss_of(model[2:], 10 * number + 3).backward()
+            norm = optimizer.clip_grad_norm_(3.0) if number % 2 else None
+            optimizer.step()
+            assert norm is None or float(norm) == optimizer.last_outcome.grad_norm
 
-
-def closed(model, optimizer, scheduler, *, dtype):
-    """Sums of a scheduler that is closed are in `.grad`."""
-    train(model, optimizer, range(1))
-    with announced(scheduler, dtype):
-        loss_of(model, 7).backward()
-        loss_of(model, 8).backward()
-    if scheduler is not None:
-        scheduler.close()
-        assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
-        scheduler = eager(optimizer, model, device=ImmediateDevice())
-    loss_of(model, 9).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    train(model, optimizer, range(1, 2))
-    if scheduler is not None:
-        scheduler.close()
-
-
-def mixed(model, optimizer, scheduler, *, dtypes):
-    """Sums in `.grad` and on the host flow together."""
-    for number in range(4):
-        optimizer.zero_grad()
-        for micro, dtype in enumerate(dtypes):
-            with announced(scheduler, dtype):
-                loss_of(model, 10 * number + micro).backward()
-        loss_of(model[2:], 10 * number + 3).backward()
-        norm = optimizer.clip_grad_norm_(3.0) if number % 2 else None
-        optimizer.step()
-        assert norm is None or float(norm) == optimizer.last_outcome.grad_norm
-
-
-def forgotten(model, optimizer, scheduler):
-    """`zero_grad()` forgets what was accumulated, within the block and after it."""
-    for seed, dtype in enumerate((None, torch.float32)):
-        for inside in (False, True):
-            with announced(scheduler, dtype):
-                loss_of(model, 7).backward()
-                if inside:
-                    optimizer.zero_grad()
-            train(model, optimizer, range(seed, seed + 1))
-
-
-def scaled(model, optimizer, scheduler, *, unscales):
-    """A GradScaler over sums, in one step of which a loss overflows."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    scales = []
-    for seed in range(8):
-        optimizer.zero_grad()
-        with announced(scheduler):
-            scaler.scale(loss_of(model, seed) * (math.inf if seed in (2, 5) else 1.0)).backward()
-        if seed > 3:
-            scaler.scale(loss_of(model[2:], seed)).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-for _which in ("first", "last"):
-    tell(f"{_which} micro-batch fails", partial(failing, which=_which))
-for _dtype in (None, torch.float32):
-    tell(f"closed, {_dtype}", partial(closed, dtype=_dtype))
-tell("in .grad, then on the host", partial(mixed, dtypes=[None, torch.float32, torch.float32]))
-tell("on the host, then in .grad", partial(mixed, dtypes=[torch.float32, None]))
-for _unscales in (False, True):
-    tell(f"GradScaler, unscales {_unscales}", partial(scaled, unscales=_unscales))
-
-
-def without_a_parameter(model, optimizer, scheduler):
-    """The sum of a parameter that is no longer optimized takes no part."""
-    with announced(scheduler):
-        loss_of(model, 0).backward()
-    del optimizer.param_groups[0]["params"][0]
-    loss_of(model, 1).backward()
-    optimizer.step()
-    assert torch.equal(model[0].weight, mlp()[0].weight)
-    gradient = model[0].weight.grad
-    model.zero_grad()
-    return gradient
-
-
-for _story in (spoiled, directly_after_a_block, added_after_the_sum_was_sent, forgotten, without_a_parameter):
-    tell(_story.__name__, _story, max_grad_norm=55.0)
-
-
-@pytest.mark.parametrize("number", range(len(STORIES)), ids=[*STORIES])
-def test_sums_on_the_host_are_those_of_autograd(number: int) -> None:
-    story, options = [*STORIES.values()][number]
-    for make in (ImmediateDevice, OTHERS[number % len(OTHERS)]):
-        both(story, {"device": make()}, **options)
+    both(story, {"device": device})
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 10**6])
@@ -316,40 +134,6 @@ def test_announced_micro_batches_waste_nothing(dtype: torch.dtype | None) -> Non
             optimizer.zero_grad()
         assert scheduler.statistics.buckets - before == 3 * 6
         assert scheduler.statistics.given_back_gradients == scheduler.optimizer.statistics.dropped == 0
-
-
-READERS: dict[str, Story] = {
-    "the model's state dict": lambda model, optimizer, scheduler: model.state_dict(),
-    "the state dict": lambda model, optimizer, scheduler: optimizer.state_dict(),
-    "the state": lambda model, optimizer, scheduler: optimizer.state,
-    "the gradients": lambda model, optimizer, scheduler: [p.grad.sum().item() for p in model.parameters()],
-    "commit": lambda model, optimizer, scheduler: optimizer.commit(),
-    "rollback": lambda model, optimizer, scheduler: optimizer.rollback(),
-    "reload": lambda model, optimizer, scheduler: optimizer.reload_masters(),
-    "synchronize": lambda model, optimizer, scheduler: scheduler and scheduler.synchronize(),
-    "place": lambda model, optimizer, one: one and one.placement.num_threads and one.place(num_threads=1),
-    "an evaluation": lambda model, optimizer, scheduler: loss_of(model, 99),
-    "a copy": lambda model, optimizer, scheduler: copy.deepcopy((model, optimizer)),
-    "a rate that changes": lambda model, optimizer, scheduler: optimizer.param_groups[0].update(lr=0.03),
-    "a norm": lambda model, optimizer, scheduler: optimizer.clip_grad_norm_(3.0),
-    "a norm of torch": lambda model, optimizer, scheduler: torch.nn.utils.get_total_norm(
-        [p.grad for p in model.parameters()]
-    ),
-    "a group": lambda model, optimizer, scheduler: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
-    "a checkpoint": lambda model, optimizer, scheduler: optimizer.load_state_dict(optimizer.state_dict()),
-}
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("reader", READERS)
-def test_reading_gradients_does_not_change_training(reader: str, device: Device) -> None:
-    look = READERS[reader]
-    for moment in ("between", "before_step"):
-
-        def silent(*run: Any) -> None:
-            look(*run)
-
-        both(partial(micro_batches, **{moment: silent}, last=slice(2, None)), {"device": device})
 
 
 # ---- sums on the host ------------------------------------------------------------------------------------------------
@@ -422,5 +206,13 @@ def test_sums_that_cannot_be_sent_are_left_to_the_step(error, device, monkeypatc
         raise error
 
     monkeypatch.setattr(Transfers, "download", cannot)
-    scheduler = both(micro_batches, {"device": device})
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        with announced(scheduler):
+            loss_of(model, 0).backward()
+            loss_of(model, 1).backward()
+        loss_of(model, 2).backward()
+        optimizer.step()
+
+    scheduler = both(story, {"device": device})
     assert scheduler.statistics.buckets == 0

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.handles import NotingHolder
-from support.overlap import ThreadDevice, adam, batch, loss_of, mlp
+from support.overlap import ThreadDevice, adam, loss_of, mlp
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler
@@ -114,77 +113,32 @@ def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
 
 
 class Recorder:
-    """Remembers what it heard."""
+    """Notes parameters whose gradients are ready."""
 
     def __init__(self) -> None:
-        self.ready: list[Tensor] = []
+        self.seen: list[Tensor] = []
 
-    def _gradient_ready(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.ready.append(parameter)
-
-
-def followed(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> tuple[Recorder, Hooks]:
-    recorder = Recorder()
-    hooks = Hooks(recorder._gradient_ready)
-    hooks.watch(model.parameters() if parameters is None else parameters)
-    return recorder, hooks
-
-
-def run(model: nn.Module) -> None:
-    model(batch(0)).sum().backward()
-
-
-def hooks_of(parameter: Tensor) -> int:
-    return len(parameter._post_accumulate_grad_hooks or {})
-
-
-def test_each_gradient_once_in_the_order_of_backward() -> None:
-    model = mlp()
-    recorder, _ = followed(model)
-    model(model(batch(0))).sum().backward()
-    assert sorted(map(id, recorder.ready)) == sorted(map(id, model.parameters()))
-    assert any(recorder.ready[0] is one for one in model[4].parameters())
-
-
-def test_parameters_are_hooked_once_they_are_trained() -> None:
-    model = mlp()
-    model[0].requires_grad_(False)
-    recorder, hooks = followed(model)
-    run(model)
-    assert len(recorder.ready) == 4
-    model[0].requires_grad_(True)
-    hooks.look_for_unfrozen()
-    run(model)
-    assert len(recorder.ready) == 4 + 6
-    for _ in range(3):
-        hooks.look_for_unfrozen()
-    assert all(hooks_of(parameter) == 1 for parameter in model.parameters())
-    model[2].requires_grad_(False)  # and back: its hook stays
-    hooks.look_for_unfrozen()
-    model[2].requires_grad_(True)
-    hooks.look_for_unfrozen()
-    assert all(hooks_of(parameter) == 1 for parameter in model.parameters())
-    hooks.remove()
-    assert not any(map(hooks_of, model.parameters()))
+    def note(self, parameter: Tensor) -> None:
+        self.seen.append(parameter)
 
 
 def test_parameters_that_are_no_leaves_are_waited_for() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    product = weight * 2
-    recorder, hooks = followed(nn.Module(), [product])
+    product = nn.Parameter(torch.ones(3)) * 2
+    recorder = Recorder()
+    hooks = Hooks(recorder.note)
+    hooks.watch([product])
     hooks.look_for_unfrozen()
     product.sum().backward()
-    assert not recorder.ready
+    assert not recorder.seen
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda hook: pickle.loads(pickle.dumps(hook))])
 def test_copies_report_to_nobody(how: Any) -> None:
     recorder = Recorder()
-    inert = how(how(GradientReady(recorder._gradient_ready)))
+    inert = how(how(GradientReady(recorder.note)))
     assert type(inert) is GradientReady
     inert(nn.Parameter(torch.ones(2)))
-    assert not recorder.ready
+    assert not recorder.seen
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -363,26 +363,23 @@ def test_a_product_that_torch_rounds_is_not_that_of_the_predicted_factor(monkeyp
         assert ours.seen() == plain.seen()
 
 
-@pytest.mark.parametrize(("capacity", "device"), [(0, "immediate"), (1, "usual"), (3, "thread")])
-def test_lists_that_overflow(capacity: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of parameters with more uncertain elements than their lists have room for, the update is made again."""
-    monkeypatch.setattr(uncertain, "_capacity", lambda numel: capacity)
+@pytest.mark.parametrize(
+    ("owner", "limit", "value", "device"),
+    [
+        (uncertain, "_capacity", lambda numel: 0, "immediate"),
+        (uncertain, "_capacity", lambda numel: 1, "usual"),
+        (uncertain, "_capacity", lambda numel: 3, "thread"),
+        (new_values, "MOST_PLACES", 2000, "usual"),  # as of buffers of 2**31 elements and more
+    ],
+)
+def test_what_lists_and_patches_have_no_room_for_is_updated_again(owner, limit, value, device, monkeypatch):
+    """Of parameters with more uncertain elements than their lists hold, or in larger buffers than patches can name."""
+    monkeypatch.setattr(owner, limit, value)
     ours = Training(RECIPES["always"], DEVICES[device](), bucket_numel=1000)
     with ours.scheduler or contextlib.nullcontext():
         ours.run()
         assert ours.seen() == expected_of("always")
-    assert ours.optimizer.statistics.patched > 0  # those without uncertain elements
-    assert ours.optimizer.statistics.respeculated > 0
-
-
-def test_a_buffer_of_more_places_than_patches_can_name_is_updated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of 2**31 elements and more; smaller ones beside it are patched."""
-    monkeypatch.setattr(new_values, "MOST_PLACES", 2000)
-    ours = Training(RECIPES["always"], DEVICES["usual"](), bucket_numel=1000)
-    with ours.scheduler or contextlib.nullcontext():
-        ours.run()
-        assert ours.seen() == expected_of("always")
-    assert ours.optimizer.statistics.patched > 0
+    assert ours.optimizer.statistics.patched > 0  # those without uncertain elements, or in smaller buffers
     assert ours.optimizer.statistics.respeculated > 0
 
 

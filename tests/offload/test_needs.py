@@ -189,6 +189,7 @@ def test_buffers_are_bounded_by_a_bucket_however_large_a_parameter_is() -> None:
 # ---- what is told of a run that the host cannot hold -----------------------------------------------------------------
 
 BF16, LESS, LEAST = "make the optimizer with moments='bf16'", "moments='bf16' and master='24bit'", "moments='8bit' and"
+NARROWER = "transfer_dtype=torch.bfloat16"
 LARGE = Placement(gpu_buckets=0, bucket_numel=1 << 20, transfer_dtype=None, num_threads=1)
 
 
@@ -206,23 +207,20 @@ def told(model: nn.Module, optimizer: SpeculativeCPUAdam, excess: int, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("excess", "named", "others"),
+    ("dtype", "excess", "named"),
     [
-        (1, [BF16, LESS, LEAST], []),
-        (5 << 20, [LESS, LEAST], [BF16]),  # bytes, of 1 Mi parameters
-        (6 << 20, [LEAST], [BF16, LESS]),
-        (9 << 20, [], [BF16, LESS, LEAST]),
+        (torch.bfloat16, 1, [BF16, LESS, LEAST]),
+        (torch.bfloat16, 5 << 20, [LESS, LEAST]),  # bytes, of 1 Mi parameters
+        (torch.bfloat16, 6 << 20, [LEAST]),
+        (torch.bfloat16, 9 << 20, []),
+        (torch.float32, 1, [BF16, LESS, LEAST, NARROWER]),
     ],
 )
-def test_only_formats_of_state_that_suffice_are_named(excess, named, others, monkeypatch):
-    sentence = told(*linear(torch.bfloat16), excess, monkeypatch)
-    assert all(words in sentence for words in named)
-    assert not any(words in sentence for words in [*others, "transfer_dtype"])
+def test_only_what_suffices_is_named(dtype, excess, named, monkeypatch):
+    """Formats of state, and a narrower link where gradients are wide."""
+    sentence = told(*linear(dtype), excess, monkeypatch)
+    assert [words for words in (BF16, LESS, LEAST, NARROWER) if words in sentence] == named
     assert "allow this process more memory, train fewer parameters" in sentence
-
-
-def test_a_narrower_link_is_named_where_gradients_are_wide(monkeypatch):
-    assert "transfer_dtype=torch.bfloat16" in told(*linear(torch.float32), 1, monkeypatch)
 
 
 @pytest.mark.parametrize(

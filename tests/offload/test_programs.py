@@ -23,12 +23,14 @@ from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch
 from support.programs import (
     OTHERS,
     PATCHED,
+    SUMS,
     Near,
     Program,
     Run,
     Setting,
     differences,
     in_settings,
+    in_turn,
     run_in,
     state_of,
 )
@@ -351,7 +353,8 @@ def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> 
     """Alone, and after one that is."""
     optimizer.zero_grad()
     for micro in range(1 + step // 2):
-        (loss_of(model, step, micro) * [math.nan, 1.0, [1.0, math.inf][micro], 1.0][step]).backward()
+        with run.accumulate() if micro < step // 2 else contextlib.nullcontext():
+            (loss_of(model, step, micro) * [math.nan, 1.0, [1.0, math.inf][micro], 1.0][step]).backward()
     optimizer.step()
 
 
@@ -474,7 +477,8 @@ def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bo
     optimizer.zero_grad()
     for number in range(micro):
         loss = loss_of(model, step, number) * (math.inf if step == 2 else 1.0)
-        scaler.scale(loss).backward()
+        with run.accumulate() if number < micro - 1 else contextlib.nullcontext():
+            scaler.scale(loss).backward()
     norm = None
     if unscales:
         scaler.unscale_(optimizer)
@@ -700,6 +704,13 @@ def moments_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
         state[model.blocks[0].weight]["step"].add_(3)
 
 
+@between(torch=False, speculates=False, settings=[one for one in OTHERS if one.gpu_buckets == 1])
+def moments_replaced_in_inference_mode(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    with torch.inference_mode():
+        for entry in optimizer.state.values():
+            entry["exp_avg"] = entry["exp_avg"] * 0.5
+
+
 @between(speculates=False)
 def state_assigned(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A copy of it, or the very one that it is."""
@@ -714,6 +725,17 @@ def state_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
         del optimizer.state[model.first.weight]
     if step == 3:
         optimizer.state.clear()
+
+
+@program(torch=False, speculates=False)
+def state_cleared_in_a_hook_where_a_master_was_deleted(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    optimizer.zero_grad()
+    if step == 2:
+        optimizer.state[model.first.weight].pop("master", None)
+        optimizer.state_dict()
+        model.last.weight.register_post_accumulate_grad_hook(lambda _: optimizer.state.clear())
+    backward(model, step)
+    optimizer.step()
 
 
 # ---- hyper-parameters are changed -----------------------------------------------------------------------------------
@@ -918,12 +940,75 @@ def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, r
     optimizer.step()
 
 
+@program(ignores=("outcome",), speculates=False)
+def micro_batches_clipped_by_torch(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
+    """The last one leaves out a layer."""
+    optimizer.zero_grad()
+    for micro, model.uses in enumerate([(0, 1), (0, 1), (1,)]):
+        with run.accumulate() if micro < 2 else contextlib.nullcontext():
+            backward(model, step, micro)
+    norm = clip_grad_norm_(model.parameters(), 2.0, foreach=[None, False][step % 2])
+    optimizer.step()
+    return norm
+
+
+@program(speculates=False)
+def micro_batches_of_which_the_last_but_one_is_not_announced(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    optimizer.zero_grad()
+    for micro in range(3):
+        with contextlib.nullcontext() if micro == 1 else run.accumulate():
+            backward(model, step, micro)
+    optimizer.step()
+
+
+@program()
+def micro_batches_of_which_the_last_reaches_the_first_layer_alone(
+    model: Any, optimizer: Any, step: int, run: Run
+) -> None:
+    optimizer.zero_grad()
+    with run.accumulate():
+        backward(model, step)
+    (10 * model.first(batch(step, dtype_of(model), width=16)).float().square().mean()).backward()
+    optimizer.step()
+
+
+@program(torch=False, steps=9)
+def micro_batches_with_a_call_in_between(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Another one in each step."""
+    optimizer.zero_grad()
+    for micro in range(3):
+        with run.accumulate() if micro < 2 else contextlib.nullcontext():
+            backward(model, step, micro)
+        match step:
+            case 0:
+                optimizer.commit()
+            case 1:
+                optimizer.rollback()
+            case 2:
+                optimizer.reload_masters()
+            case 3:
+                optimizer.load_state_dict(optimizer.state_dict())
+            case 4:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+            case 5:
+                copy.deepcopy((model, optimizer))
+            case 6:
+                optimizer.param_groups[0]["lr"] = 0.03
+            case 7:
+                optimizer.clip_grad_norm_(3.0)
+            case _ if run.scheduler is not None:
+                run.scheduler.synchronize()
+                run.scheduler.place(bucket_numel=100)
+    optimizer.step()
+
+
 @program(speculates=False, ignores=("outcome",))
 def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     optimizer.zero_grad()
     read = []
     for micro in range(3):
-        backward(model, step, micro)
+        with run.accumulate() if micro < step else contextlib.nullcontext():
+            backward(model, step, micro)
         read.append([gradient.norm() for gradient in gradients(model)])
     for gradient in gradients(model):
         gradient.div_(3)
@@ -931,15 +1016,15 @@ def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, 
     return read
 
 
-@program()
+@program(steps=6)
 def last_micro_batch_retried(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Its backward fails half way, and is made again."""
     optimizer.zero_grad()
     with run.accumulate() if step > 1 else contextlib.nullcontext():
         backward(model, step)
     if step % 2:
-        model.fails_after = step // 2
-        with pytest.raises(PlantedError):
+        model.fails_after = step // 2 % 2
+        with pytest.raises(PlantedError), run.accumulate() if step > 3 else contextlib.nullcontext():
             backward(model, step, 1)
         model.fails_after = None
     backward(model, step, 1)
@@ -1076,6 +1161,21 @@ def _reduce_in_a_hook(model: Any, run: Run) -> None:
 program("gradients_reduced_by_an_earlier_hook", prepare=_reduce_in_a_hook)(plainest)
 
 
+def _turn_in_a_hook(model: Any, run: Run) -> None:
+    def turn(parameter: Tensor) -> None:
+        turned = torch.empty_like(parameter.grad.t(), memory_format=torch.contiguous_format).t()
+        parameter.grad = turned.copy_(parameter.grad)
+
+    for layer in model.blocks:
+        layer.weight.register_post_accumulate_grad_hook(turn)
+
+
+@program(prepare=_turn_in_a_hook, torch=False)
+def gradients_in_another_order_of_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    plainest(model, optimizer, step, run)
+    assert run.scheduler is None or run.scheduler.statistics.given_back_gradients == 0
+
+
 def _drop_in_a_hook(model: Any, run: Run) -> None:
     def step_at_once(parameter: Tensor) -> None:
         parameter.data.add_(parameter.grad, alpha=-0.01)
@@ -1112,6 +1212,14 @@ def storage_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
         if step % 2 and is_alone(old):
             old.untyped_storage().resize_(0)
     gc.collect(1)
+
+
+@between(settings=[one for one in OTHERS if one.gpu_buckets == 1], torch=False)
+def weight_spread_out(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """It has gaps in its memory from then on."""
+    if step == 1:
+        values = model.blocks[0].weight.data
+        model.blocks[0].weight.data = torch.stack([values, torch.full_like(values, math.nan)], dim=-1)[..., 0]
 
 
 @between(speculates=False)
@@ -1246,6 +1354,7 @@ def scheduler_closed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """In the middle of a step: the gradients are in `.grad` still."""
     if run.scheduler is not None and step == 2:
         run.scheduler.close()
+        assert all(type(gradient) is Tensor for gradient in gradients(model))
 
 
 @program(torch=False)
@@ -1265,6 +1374,19 @@ def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) 
         gpu_buckets, bucket_numel = [(0, 1), (1, 100), (10**6, 100), (10**6, 10**6)][step % 4]
         can_keep = run.scheduler._resident is not None
         run.scheduler.place(gpu_buckets=gpu_buckets if can_keep else None, bucket_numel=bucket_numel)
+
+
+@program()
+def scheduler_placed_otherwise_during_backward(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    def place(gradient: Tensor) -> None:
+        if run.scheduler is not None:
+            threads = {} if run.scheduler.placement.num_threads == 0 else {"num_threads": 1 + step // 2}
+            run.scheduler.place(bucket_numel=[1, 10**6, 100, 100][step], **threads)
+
+    optimizer.zero_grad()
+    with model.blocks[0].weight.register_hook(place):
+        backward(model, step)
+    optimizer.step()
 
 
 @between()
@@ -1318,6 +1440,11 @@ after("amsgrad_changed_after_the_step", torch=False, admits_8bit=False, steps=6,
 
 @in_settings(PROGRAMS)
 def test_program_has_the_bits_of_the_plain_run_and_of_torch(program: Program, settings: list[Setting]) -> None:
+    assert differences(program, settings) == []
+
+
+@in_turn(PROGRAMS, SUMS)
+def test_program_has_the_bits_of_the_plain_run_with_sums_on_the_host(program, settings):
     assert differences(program, settings) == []
 
 

@@ -8,7 +8,7 @@ import copy
 import io
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +52,15 @@ class Run(programs.Run):
     def loss(self, model: nn.Module, seed: int) -> Tensor:
         """Return the loss of a model with 16 inputs and outputs."""
         return 10 * (model(self.data(seed)).float() - self.data(seed + 1000).float()).square().mean()
+
+    def steps(self, model: nn.Module, count: int = 4) -> Iterator[int]:
+        """Yield numbers of steps of a new optimizer, which are made after what is done with each."""
+        optimizer = self.adamw(model.parameters())
+        with self.overlap(optimizer, model):
+            for step in range(count):
+                optimizer.zero_grad()
+                yield step
+                optimizer.step()
 
 
 PROGRAMS: list[Program] = []
@@ -321,39 +330,31 @@ def averages_saved_between_schedulers(run: Run) -> None:
 def accumulation_weighted_by_tokens(run: Run) -> None:
     """Sums of losses are divided by the number of tokens of all micro-batches, which is known after the last one."""
     model = run.mlp(16, 64, 64)
-    optimizer = run.adamw(model.parameters())
-    with run.overlap(optimizer, model):
-        for step in range(5):
-            tokens = 0
-            lengths = [(3, 8, 5), (8,), (2, 6)][step % 3]
-            for micro, length in enumerate(lengths):
-                logits = model(run.data(10 * step + micro, length, 16)).float()
-                cross_entropy(logits, torch.arange(length) * 7 % 64, reduction="sum").backward()
-                tokens += length
-            for parameter in model.parameters():
-                parameter.grad.div_(tokens)
-            run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
-            optimizer.step()
-            optimizer.zero_grad()
+    for step in run.steps(model, 5):
+        tokens = 0
+        lengths = [(3, 8, 5), (8,), (2, 6)][step % 3]
+        for micro, length in enumerate(lengths):
+            logits = model(run.data(10 * step + micro, length, 16)).float()
+            cross_entropy(logits, torch.arange(length) * 7 % 64, reduction="sum").backward()
+            tokens += length
+        for parameter in model.parameters():
+            parameter.grad.div_(tokens)
+        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
 
 
 @program(speculates=False)
 def gradients_noised_and_clipped_by_value_and_by_norm(run: Run) -> None:
     model = run.mlp(16, 64, 16)
-    optimizer = run.adamw(model.parameters())
     generator = torch.Generator().manual_seed(3)
-    with run.overlap(optimizer, model):
-        for step in range(4):
-            optimizer.zero_grad()
-            for micro in range(2):
-                (run.loss(model, 10 * step + micro) / 2).backward()
-            deviation = (0.01 / (1 + step) ** 0.55) ** 0.5
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator) * deviation
-                parameter.grad.add_(noise.to(parameter.dtype))
-            nn.utils.clip_grad_value_(model.parameters(), 0.1)
-            run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-            optimizer.step()
+    for step in run.steps(model):
+        for micro in range(2):
+            (run.loss(model, 10 * step + micro) / 2).backward()
+        deviation = (0.01 / (1 + step) ** 0.55) ** 0.5
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * deviation
+            parameter.grad.add_(noise.to(parameter.dtype))
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
 
 
 @program()
@@ -402,42 +403,34 @@ class GradientsOfSamples:
 def private_gradients(run: Run) -> None:
     """Every sample's gradient is clipped; their noised sum replaces what backward has left in `.grad`."""
     model = run.mlp(16, 64, 16)
-    optimizer = run.adamw(model.parameters())
     GradientsOfSamples(model)
     generator = torch.Generator().manual_seed(3)
-    with run.overlap(optimizer, model):
-        for step in range(4):
-            optimizer.zero_grad()
-            run.loss(model, step).backward()
-            parameters: list[Any] = list(model.parameters())
-            norms = torch.stack([p.grad_sample.float().flatten(1).norm(dim=1) for p in parameters]).norm(dim=0)
-            factors = (0.05 / (norms + 1e-6)).clamp(max=1.0)
-            for p in parameters:
-                total = torch.einsum("n,n...->...", factors, p.grad_sample.float())
-                p.grad = ((total + 0.01 * torch.randn(p.shape, generator=generator)) / 8).to(p.dtype).view_as(p)
-                p.grad_sample = None
-            optimizer.step()
-            run.see(norms)
+    for step in run.steps(model):
+        run.loss(model, step).backward()
+        parameters: list[Any] = list(model.parameters())
+        norms = torch.stack([p.grad_sample.float().flatten(1).norm(dim=1) for p in parameters]).norm(dim=0)
+        factors = (0.05 / (norms + 1e-6)).clamp(max=1.0)
+        for p in parameters:
+            total = torch.einsum("n,n...->...", factors, p.grad_sample.float())
+            p.grad = ((total + 0.01 * torch.randn(p.shape, generator=generator)) / 8).to(p.dtype).view_as(p)
+            p.grad_sample = None
+        run.see(norms)
 
 
 @program(speculates=False)
 def gradients_of_torch_func(run: Run) -> None:
     """No backward at all: gradients come from `grad` and `vmap`, and are put where the optimizer looks for them."""
     model = run.mlp(16, 64, 16)
-    optimizer = run.adamw(model.parameters())
 
     def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return (functional_call(model, values, (x.unsqueeze(0),)).squeeze(0).float() - y.float()).square().mean()
 
-    with run.overlap(optimizer, model):
-        for step in range(4):
-            values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            each = vmap(grad(loss), in_dims=(None, 0, 0))(values, run.data(step), run.data(step + 1000))
-            for name, parameter in model.named_parameters():
-                parameter.grad = each[name].mean(0)
-            run.see({name: value.float().flatten(1).norm(dim=1) for name, value in each.items()})
-            optimizer.step()
-            optimizer.zero_grad()
+    for step in run.steps(model):
+        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        each = vmap(grad(loss), in_dims=(None, 0, 0))(values, run.data(step), run.data(step + 1000))
+        for name, parameter in model.named_parameters():
+            parameter.grad = each[name].mean(0)
+        run.see({name: value.float().flatten(1).norm(dim=1) for name, value in each.items()})
 
 
 # ---- learning to learn ----------------------------------------------------------------------------------------------
@@ -447,54 +440,46 @@ def gradients_of_torch_func(run: Run) -> None:
 def meta_learning_through_the_inner_steps(run: Run) -> None:
     """MAML: tasks add up in `.grad`, some through backward and some by hand (Finn et al., 1703.03400)."""
     model = run.mlp(16, 64, 16)
-    optimizer = run.adamw(model.parameters())
-    with run.overlap(optimizer, model):
-        for step in range(3):
-            optimizer.zero_grad()
-            for task in range(3):
-                values = dict(model.named_parameters())
-                for inner in range(2):
-                    loss = functional_call(model, values, (run.data(task + inner),)).float().square().mean()
-                    inner_gradients = torch.autograd.grad(loss, list(values.values()), create_graph=True)
-                    pairs = zip(values.items(), inner_gradients, strict=True)
-                    values = {name: value - 0.1 * gradient for (name, value), gradient in pairs}
-                outer = functional_call(model, values, (run.data(100 * step + task),)).float().square().mean()
-                if task < 2:
-                    outer.backward()
-                else:
-                    found = torch.autograd.grad(outer, list(model.parameters()))
-                    for parameter, gradient in zip(model.parameters(), found, strict=True):
-                        parameter.grad = parameter.grad + gradient
-                run.see(outer)
-            optimizer.step()
+    for step in run.steps(model, 3):
+        for task in range(3):
+            values = dict(model.named_parameters())
+            for inner in range(2):
+                loss = functional_call(model, values, (run.data(task + inner),)).float().square().mean()
+                inner_gradients = torch.autograd.grad(loss, list(values.values()), create_graph=True)
+                pairs = zip(values.items(), inner_gradients, strict=True)
+                values = {name: value - 0.1 * gradient for (name, value), gradient in pairs}
+            outer = functional_call(model, values, (run.data(100 * step + task),)).float().square().mean()
+            if task < 2:
+                outer.backward()
+            else:
+                found = torch.autograd.grad(outer, list(model.parameters()))
+                for parameter, gradient in zip(model.parameters(), found, strict=True):
+                    parameter.grad = parameter.grad + gradient
+            run.see(outer)
 
 
 @program()
 def meta_learning_on_copies(run: Run) -> None:
     """First-order MAML: a copy learns each task with an optimizer of its own; its last gradients are the outer ones."""
     model = run.mlp(16, 64, 16)
-    optimizer = run.adamw(model.parameters())
-    with run.overlap(optimizer, model):
-        for step in range(3):
-            optimizer.zero_grad()
-            for task in range(2):
-                learner = copy.deepcopy(model)
-                learner.zero_grad()
-                inner = run.adamw(learner.parameters(), lr=0.05)
-                with run.overlap(inner, learner):
-                    for turn in range(3):
-                        inner.zero_grad()
-                        run.loss(learner, 10 * task + turn).backward()
-                        inner.step()
+    for step in run.steps(model, 3):
+        for task in range(2):
+            learner = copy.deepcopy(model)
+            learner.zero_grad()
+            inner = run.adamw(learner.parameters(), lr=0.05)
+            with run.overlap(inner, learner):
+                for turn in range(3):
                     inner.zero_grad()
-                    loss = run.loss(learner, 100 * step + task)
-                    loss.backward()
-                    for parameter, copied in zip(model.parameters(), learner.parameters(), strict=True):
-                        if parameter.grad is None:
-                            parameter.grad = torch.zeros_like(parameter)
-                        parameter.grad.add_(copied.grad, alpha=0.5)
-                run.see(loss)
-            optimizer.step()
+                    run.loss(learner, 10 * task + turn).backward()
+                    inner.step()
+                inner.zero_grad()
+                loss = run.loss(learner, 100 * step + task)
+                loss.backward()
+                for parameter, copied in zip(model.parameters(), learner.parameters(), strict=True):
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad.add_(copied.grad, alpha=0.5)
+            run.see(loss)
 
 
 @program()

@@ -21,7 +21,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from measures.paced_device import PacedDevice, Rates
 from support.children import exit_code_of_child
 from support.overlap import (
     DeferredDevice,
@@ -31,13 +30,11 @@ from support.overlap import (
     adam,
     batch,
     eager,
-    end_thread,
     everything,
     fail_at,
     loss_of,
     mlp,
     train,
-    twins,
 )
 from support.programs import both, frozen
 from support.visible import bits, refused, shown
@@ -79,23 +76,9 @@ anywhere = fixture_of("anywhere", ANYWHERE)
 working = fixture_of("working", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
 
 
-# ---- ordinary training ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("link", ["auto", torch.float32])
-@pytest.mark.parametrize("bucket_numel", [1, 70, 1_000_000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [ThreadDevice, *ANYWHERE])
-def test_every_dtype_bucket_size_and_wide_link(dtype: torch.dtype, bucket_numel: int, link: Any, make: Any) -> None:
-    scheduler = both(
-        lambda model, optimizer, _: train(model, optimizer, range(8)),
-        {"device": make(), "bucket_numel": bucket_numel, "transfer_dtype": link},
-        lambda: mlp(dtype),
-    )
-    counts = scheduler.optimizer.statistics
-    assert counts.committed
-    assert counts.clipped
+def options_of(device: Device, *, kept: int) -> dict[str, Any]:
+    """Return options of a scheduler that keeps buckets where that is possible."""
+    return {"device": device, "gpu_buckets": kept if device.can_update else 0}
 
 
 # ---- what torch does to gradients -----------------------------------------------------------------------------------
@@ -124,11 +107,12 @@ def test_edited_gradients_are_not_taken_for_a_while() -> None:
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kept", [0, 10**9])
 @pytest.mark.parametrize("then", ["step", "zero_grad", "read", "close"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_worker_that_fails(dtype, at, after, then, working, monkeypatch):
+def test_worker_that_fails(dtype, at, after, then, kept, working, monkeypatch):
     """It is told in step(); nothing has changed, and the gradients are in `.grad`, for a step without the worker."""
 
     def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
@@ -155,26 +139,7 @@ def test_worker_that_fails(dtype, at, after, then, working, monkeypatch):
         train(model, optimizer, range(3, 5))
         return gradients
 
-    both(story, {"device": working}, lambda: mlp(dtype))
-
-
-def test_worker_whose_thread_has_ended() -> None:
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> list[Any]:
-        train(model, optimizer, range(2))
-        if scheduler is not None:
-            end_thread(scheduler._pipeline._worker, with_job=True)
-        seen = []
-        for seed in range(2, 4):
-            loss_of(model, seed).backward()
-            if scheduler is not None:
-                with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
-                    optimizer.step()
-            seen.append([parameter.grad.clone() for parameter in model.parameters()])
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16))
+    both(story, options_of(working, kept=kept), lambda: mlp(dtype))
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32], ids=str)
@@ -338,47 +303,19 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
     OffloadScheduler(optimizer, model).close()
 
 
-def test_optimizer_that_cannot_be_bound_leaves_nothing() -> None:
-    shared = torch.zeros(8)
-    first, second = nn.Parameter(shared[:5]), nn.Parameter(shared[3:])
-    model = nn.ParameterList([first, second])
-    threads = {*threading.enumerate()}
-    with pytest.raises(ValueError, match="share memory"):
-        OffloadScheduler(adam(model), model)
-    assert {*threading.enumerate()} <= threads
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-
-
 # ---- life and death -------------------------------------------------------------------------------------------------
 
 
-def test_closed_and_made_again(anywhere: Device) -> None:
-    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
-    for begin in (0, 2, 4):
-        with eager(optimizer, model, device=anywhere) as scheduler:
-            train(model, optimizer, range(begin, begin + 1))
-            loss_of(model, 77).backward()
-        scheduler.close()
-        assert all(type(parameter.grad) is Tensor for parameter in model.parameters())  # given back when closing
-        assert (optimizer.statistics.dropped > 0) is not isinstance(anywhere, DeferredDevice)
-        optimizer.zero_grad()
-        train(model, optimizer, range(begin + 1, begin + 2))
+def test_closing_gives_gradients_back_and_leaves_no_hook(anywhere: Device) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    with eager(optimizer, model, device=anywhere) as scheduler:
+        train(model, optimizer, range(1))
         loss_of(model, 77).backward()
-        assert model[0].weight.grad is not None  # no hook is left
-    optimizer.zero_grad()
-    train(twin, plain, range(6))
-    assert everything(model, optimizer) == everything(twin, plain)
+    scheduler.close()
+    assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+    assert (optimizer.statistics.dropped > 0) is not isinstance(anywhere, DeferredDevice)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-
-
-def test_no_thread_is_left_after_close() -> None:
-    model = mlp()
-    before = set(threading.enumerate())
-    with OffloadScheduler(adam(model), model, num_threads=1) as scheduler:
-        (worker,) = set(threading.enumerate()) - before
-        assert worker.name == "superadam-worker"
-        train(model, scheduler.optimizer, range(2))
-    assert not worker.is_alive()
 
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,24 +355,6 @@ def test_data_loader_workers_are_forked_beside_the_worker() -> None:
     both(loaded, {"device": ThreadDevice()})
 
 
-def test_forked_child_is_told_instead_of_hanging() -> None:
-    model = mlp()
-    optimizer = adam(model)
-    with eager(optimizer, model, device=ThreadDevice()):
-        loss_of(model, 0).backward()
-
-        def in_child() -> None:
-            with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
-                optimizer.step()
-            other = mlp()
-            train(other, fresh := adam(other), range(2))
-            with eager(fresh, other, device=ThreadDevice()):
-                train(other, fresh, range(2))
-
-        assert exit_code_of_child(in_child) == 0
-        optimizer.step()
-
-
 @pytest.mark.parametrize("closes", [False, True])
 def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes(*, closes: bool) -> None:
     """What is under way there copies from and to pinned memory, which a child has not."""
@@ -461,10 +380,11 @@ def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes(*
     assert dropped() is None
 
 
-def test_forked_child_that_would_use_a_device_is_told() -> None:
-    """Before anything is copied, or awaited from a thread that may hold a lock."""
+@pytest.mark.parametrize("make_device", [ThreadDevice, lambda: SimulatedDevice(0, eagerness=0)], ids=["host", "link"])
+def test_forked_child_is_told_instead_of_hanging(make_device: Any) -> None:
+    """Before anything is copied, or awaited from a thread that may hold a lock; it may train another model."""
     model = mlp()
-    scheduler = eager(optimizer := adam(model), model, device=SimulatedDevice(0, eagerness=0))
+    scheduler = eager(optimizer := adam(model), model, device=make_device())
     train(model, optimizer, range(1))
     loss_of(model, 1).backward()
 
@@ -475,6 +395,10 @@ def test_forked_child_that_would_use_a_device_is_told() -> None:
         for call in (loss_of(model, 2).backward, optimizer.step, lambda: scheduler.export_trace("/dev/null")):
             with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
                 call()
+        other = mlp()
+        train(other, fresh := adam(other), range(2))
+        with eager(fresh, other, device=ThreadDevice()):
+            train(other, fresh, range(2))
         with pytest.raises(SystemExit), scheduler:
             sys.exit()
 
@@ -535,11 +459,11 @@ def test_exported_trace(tmp_path: Path) -> None:
 # ---- an asynchronous device, and gradients in other dtypes on the link ----------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("how", ["taken", "held by others", "given back", "by hand", "half by hand"])
-@pytest.mark.parametrize("link", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("link", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, anywhere):
+def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, anywhere):
     """Whether gradients travel or not, and no matter what takes them."""
     norms: dict[bool, list[float]] = {False: [], True: []}
 
@@ -566,7 +490,7 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, anywhere
 
     both(
         lambda model, optimizer, _: steps(model, optimizer, rounds=False),
-        {"device": anywhere, "transfer_dtype": link},
+        {"transfer_dtype": link, **options_of(anywhere, kept=kept)},
         lambda: mlp(dtype),
         lambda model, optimizer, _: steps(model, optimizer, rounds=True),
     )
@@ -636,33 +560,6 @@ def test_memory_for_new_values_does_not_grow_with_the_model(num_threads, asynchr
     assert max(sizes) < 200 + 2 * 64 * 5 < 12 * 72
 
 
-# ---- placement ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_placement_that_changes_in_the_middle_of_backward(dtype: torch.dtype, working: Device) -> None:
-    changes = [
-        {"bucket_numel": 1},
-        {"bucket_numel": 10**6},
-        {"num_threads": 1},
-        {"bucket_numel": 100, "num_threads": 2},
-    ]
-
-    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(8):
-            optimizer.zero_grad()
-            place = dict if scheduler is None else scheduler.place
-            handle = model[2].weight.register_hook(
-                lambda _, place=place, seed=seed: place(**changes[seed % 4]) and None
-            )
-            loss_of(model, seed).backward()
-            handle.remove()
-            optimizer.step()
-
-    scheduler = both(steps, {"device": working, "bucket_numel": 70}, lambda: mlp(dtype))
-    assert (scheduler.placement.bucket_numel, scheduler.placement.num_threads) == (100, 2)
-
-
 # ---- norms ----------------------------------------------------------------------------------------------------------
 
 
@@ -730,14 +627,3 @@ def test_new_values_go_up_before_the_verdict() -> None:
         padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
         assert scheduler.statistics.uploaded_bytes - before == padded
         assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published
-
-
-def test_synchronize_waits_for_what_was_published() -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=None)
-    device = PacedDevice(Rates(download=1e9, upload=1e9, memory=1e5))
-    with OffloadScheduler(optimizer, model, device=device, gpu_buckets=0, num_threads=1) as scheduler:
-        train(model, optimizer, range(2))
-        scheduler.synchronize()
-        (published,) = [one for one in device.busy if one.name == "publish"][-1:]
-        assert published.end <= device.now()

@@ -10,12 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.overlap import DEVICES, DeferredDevice, ThreadDevice, adam, batch, eager, loss_of, mlp, train
+from offload.test_programs import PROGRAMS
+from support.overlap import (
+    DeferredDevice,
+    EagerSimulatedDevice,
+    ImmediateDevice,
+    KeepingDevice,
+    ThreadDevice,
+    adam,
+    batch,
+    eager,
+    mlp,
+    train,
+)
+from support.programs import Program, Run, Setting, first_difference, in_turn, run_in
 from torch import Tensor, nn
 
-from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam import OffloadScheduler
 from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
 from superadam.offload import trace
@@ -44,59 +57,6 @@ def test_hidden_share_is_that_of_all_work(worker: float, waited: float, hooks: f
 # ---- of real schedulers ----------------------------------------------------------------------------------------------
 
 
-def check(scheduler: OffloadScheduler) -> None:
-    statistics = scheduler.statistics
-    assert statistics.speculated_buckets == statistics.buckets - statistics.waiting_buckets
-    counts = scheduler.optimizer.statistics
-    assert counts.accepted + counts.respeculated + counts.dropped >= statistics.speculated_buckets
-    assert 0.0 <= statistics.hidden_share <= 1.0
-    assert counts.steps == counts.committed + counts.clipped + counts.skipped
-    assert counts.patched <= counts.accepted
-    assert (counts.patched_elements > 0) <= (counts.patched > 0)
-    assert statistics.uncertain_elements <= statistics.interval_elements
-
-
-EVENTS = [
-    *["plain", "plain", "clipped", "skipped", "rolled back", "zero_grad", "lr", "limit", "micro-batches", "forward"],
-    *["replaced", "written"],
-]
-
-
-def one_step(event: str, model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler) -> None:
-    optimizer.zero_grad()
-    optimizer.max_grad_norm = 1e-3 if event == "clipped" else math.inf
-    if event == "micro-batches":
-        with scheduler.accumulate(torch.float32):
-            loss_of(model, 1).backward()
-        loss_of(model, 2).backward()
-    else:
-        (loss_of(model, 3) * (math.nan if event == "skipped" else 1.0)).backward()
-    match event:
-        case "rolled back":
-            scheduler._catch_up()
-            optimizer.zero_grad()
-            optimizer.rollback()
-        case "zero_grad":
-            scheduler._catch_up()
-            optimizer.zero_grad()
-        case "forward":
-            model(batch(0, torch.bfloat16))
-        case "lr":
-            optimizer.param_groups[0]["lr"] *= 0.9
-        case "limit":
-            optimizer.clip_grad_norm_(1e-3)
-        case "replaced":
-            scheduler._catch_up()
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-        case "written":
-            scheduler._catch_up()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.97)
-    optimizer.step()
-
-
 @contextmanager
 def counted_speculation() -> Iterator[list[int]]:
     """Yield the number of parameters that were speculated on for each call; what is repeated has begun before."""
@@ -113,43 +73,37 @@ def counted_speculation() -> Iterator[list[int]]:
         yield begun
 
 
-@pytest.mark.slow
-@settings(max_examples=settings().max_examples // 2)
-@given(
-    events=st.lists(st.sampled_from(EVENTS), min_size=2, max_size=12),
-    device=st.sampled_from(sorted(DEVICES)),
-    bucket_numel=st.sampled_from([1, 100, 10**6]),
-    limit=st.sampled_from([1e-3, 20.0]),
-    lr=st.sampled_from([1e-5, 1e-2]),
-)
-def test_every_speculation_ends_in_one_way(
-    events: list[str], device: str, bucket_numel: int, limit: float, lr: float
-) -> None:
-    """It is accepted, respeculated or dropped; no parameter is cut here."""
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, lr=lr)
-    with (
-        counted_speculation() as begun,
-        eager(optimizer, model, device=DEVICES[device](5), bucket_numel=max(bucket_numel, 64)) as scheduler,
-    ):
-        for event in events:
-            one_step(event, model, optimizer, scheduler)
-            optimizer.max_grad_norm = limit
-            optimizer.zero_grad()
-            loss_of(model, 3).backward()
-            pipeline = scheduler._pipeline
-            while pipeline is not None and device == "immediate" and pipeline._idle():
-                pass
-            optimizer.step()
-            check(scheduler)
-            counts = optimizer.statistics
-            assert counts.accepted + counts.respeculated + counts.dropped == sum(begun)
-            ended = scheduler.statistics
-            assert ended.speculated_buckets + ended.waiting_buckets + ended.resident_buckets == ended.buckets
-        assert optimizer.statistics.steps == 2 * len(events)
-        if scheduler._pipeline is None:
-            assert ended.hidden_share == sum(begun) == 0
-            assert ended.step_seconds > 0.0
+NUMEL = 64 * 128
+"""Of buckets in which no parameter is cut."""
+WHOLE = [
+    Setting("immediate", torch.bfloat16, ImmediateDevice, 10**6, patches=True),
+    Setting("thread", torch.bfloat16, ThreadDevice, 10**6, clips=True),
+    Setting("simulated", torch.bfloat16, lambda: SimulatedDevice(6), NUMEL, gpu_buckets=0, patches=True),
+    Setting("kept-immediate", torch.bfloat16, lambda: EagerSimulatedDevice(1, 1.0), NUMEL, gpu_buckets=10**6),
+    Setting("kept-lazy", torch.float32, lambda: SimulatedDevice(2, 0.0), NUMEL, gpu_buckets=2, clips=True),
+    Setting("kept-hasty", torch.bfloat16, lambda: SimulatedDevice(3, 0.8), NUMEL, gpu_buckets=1, clips=True),
+    Setting("kept-thread", torch.float64, KeepingDevice, NUMEL, gpu_buckets=10**6, clips=True),
+]
+
+
+@in_turn(PROGRAMS, WHOLE)
+def test_every_speculation_ends_in_one_way(program: Program, settings: list[Setting]) -> None:
+    """It is accepted, respeculated or dropped, and the bits are those of the plain run."""
+    for setting in settings:
+        run = Run(setting, program.limit)
+        with counted_speculation() as begun:
+            seen = run_in(program, setting, run)
+        assert first_difference(seen, run_in(program, setting.plain), program.ignores) is None
+        counts = [optimizer.statistics for optimizer in run.optimizers]
+        assert sum(one.accepted + one.respeculated + one.dropped for one in counts) == sum(begun)
+        for one in counts:
+            assert one.steps == one.committed + one.clipped + one.skipped
+            assert one.patched <= one.accepted
+            assert (one.patched_elements > 0) <= (one.patched > 0)
+        for ended in [scheduler.statistics for scheduler in run.schedulers]:
+            assert sum(begun) >= ended.speculated_buckets
+            assert 0.0 <= ended.hidden_share <= 1.0
+            assert ended.uncertain_elements <= ended.interval_elements
 
 
 @pytest.mark.parametrize("device_class", [ThreadDevice, DeferredDevice])

@@ -1,7 +1,6 @@
 """Where memory runs out in a step, the step is made wholly or not at all, and can be made by calling it again."""
 
 import json
-import logging
 import os
 import platform
 import shutil
@@ -29,8 +28,7 @@ def test_step_whose_memory_runs_out_is_made_wholly_or_not_at_all(tmp_path: Path)
     made = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     reports = [json.loads(line) for line in made.stdout.splitlines()]
     assert {name: faults for name, *_, faults in reports if faults} == {}
-    for name, tried, raised, most, patched, errors, _ in reports:
-        logging.info("%s: %d tried, of up to %d in a step; %d raised %s", name, tried, most, raised, ", ".join(errors))
+    for name, tried, raised, patched, _ in reports:
         assert tried >= raised
         if DEEP:  # a sample of all allocations need not meet every case
             assert tried > 0

@@ -1,24 +1,19 @@
 """What is only told of steps may fail: each step is made once, with the same bits, and the log says so once."""
 
-import contextlib
-import functools
 import logging
 import math
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from offload.test_programs import Net, backward, loss_of
 from support.overlap import ImmediateDevice, PlantedError, ThreadDevice
-from support.visible import bits, state_bits
+from support.programs import PATCHED, Run, Setting, Shown, first_difference, state_of
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
-from superadam.devices import Device
 from superadam.host import telling
 from superadam.offload.buckets import Accumulation, Bucketer
 from superadam.offload.hooks import Hooks
@@ -31,50 +26,9 @@ from superadam.optim.published_state import PublishedState
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
-DEVICES: dict[str, Callable[[], Device]] = {
-    "immediate": ImmediateDevice,
-    "thread": ThreadDevice,
-    "simulated": lambda: SimulatedDevice(3),
-}
-
-
-class Net(nn.Module):
-    """Its gradients are of a norm that jumps in every third step; the last parameter is frozen at first."""
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        sizes = (64, 8), (256,), (32, 32), (700,)
-        self.all = nn.ParameterList([nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes])
-
-    def backward(self, step: int) -> None:
-        generator = torch.Generator().manual_seed(step)
-        size = 5.0 if step % 3 else 0.5
-        losses = [(one * size * torch.randn(one.shape, generator=generator)).sum() for one in self.all]
-        torch.stack(losses).sum().backward()
-
-
 STEPS, UNFROZEN = 8, 4
-
-
-def step(model: Net, optimizer: SpeculativeCPUAdamW, number: int) -> None:
-    model.all[-1].requires_grad_(number >= UNFROZEN)
-    model.backward(number)
-    if number == 5:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@functools.cache
-def expected() -> tuple[list[Any], Any]:
-    model = Net()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-    seen = []
-    for number in range(STEPS):
-        step(model, optimizer, number)
-        seen.append([bits(one) for one in model.parameters()])
-    return seen, state_bits(optimizer)
+SIMULATED = replace(PATCHED[1], gpu_buckets=1)
+THREAD = replace(PATCHED[0], device=ThreadDevice)
 
 
 @dataclass
@@ -122,25 +76,31 @@ METHODS: dict[str, tuple[Any, str]] = {
 }
 
 
-def check(device: str | None, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
-    """Train while something fails, with or without a scheduler, and once it does not any more; it is logged once."""
-    failing.patch.setattr(telling, "_failed", set())
-    bits_of_steps, state = expected()
-    model = Net()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+def trained(setting: Setting, failing: Failing | None = None) -> Shown:
+    """Train with norms that jump and a parameter that is frozen at first, while something fails in most steps."""
+    run, model = Run(setting), Net().to(setting.dtype)
+    optimizer = run.adamw(model.parameters())
     exposed = optimizer.state  # so that every step updates it at once
-    scheduler: Any = contextlib.nullcontext()
-    if device is not None:
-        options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
-        options |= {"device": DEVICES[device](), "bucket_numel": 300, "num_threads": 1}
-        scheduler = OffloadScheduler(optimizer, model, **options)
-    with scheduler:
+    with run.overlap(optimizer, model):
         for number in range(STEPS):
-            failing.is_armed = 0 < number < STEPS - 1
-            step(model, optimizer, number)
-            assert [bits(one) for one in model.parameters()] == bits_of_steps[number], number
-        assert state_bits(optimizer) == state
-        assert {key: len(value) for key, value in exposed.items()} == dict.fromkeys(model.parameters(), 4)
+            if failing is not None:
+                failing.is_armed = 0 < number < STEPS - 1
+            model.last.requires_grad_(number >= UNFROZEN)
+            (loss_of(model, number) * (1.0 if number % 3 else 0.1)).backward()
+            if number == 5:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see(list(model.parameters()))
+        run.see(state_of(optimizer), [len(entry) for entry in exposed.values()])
+    return run.seen
+
+
+def check(setting: Setting, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
+    """Train, with or without a scheduler; the bits are those without failures, and one is logged."""
+    failing.patch.setattr(telling, "_failed", set())
+    expected = trained(setting.plain)
+    assert first_difference(trained(setting, failing), expected) is None
     assert failing.count >= 2
     logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(logged) == 1
@@ -173,14 +133,14 @@ def test_no_listener_can_fail_a_step(name, monkeypatch, caplog):
     PREPARED.get(name, lambda patch: None)(monkeypatch)
     failing = Failing(monkeypatch)
     failing.method(*METHODS[name])
-    check("simulated", failing, caplog)
+    check(SIMULATED, failing, caplog)
 
 
-@pytest.mark.parametrize(("phase", "device"), [("resolve_seconds", "thread"), ("update_seconds", None)])
-def test_no_time_of_a_step_that_was_made_can_fail_it(phase, device, monkeypatch, caplog):
+@pytest.mark.parametrize(("phase", "setting"), [("resolve_seconds", THREAD), ("update_seconds", THREAD.plain)])
+def test_no_time_of_a_step_that_was_made_can_fail_it(phase, setting, monkeypatch, caplog):
     failing = Failing(monkeypatch, only=lambda transaction, name, begin: name == phase)
     failing.method(Transaction, "_spent")
-    check(device, failing, caplog)
+    check(setting, failing, caplog)
 
 
 def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +157,7 @@ def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplo
         learn(self, *arguments)
 
     monkeypatch.setattr(Predictor, "add_verdict", spoil)
-    check("simulated", failing, caplog)
+    check(SIMULATED, failing, caplog)
 
 
 def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,85 +209,13 @@ def test_what_is_no_error_is_not_kept() -> None:
         telling.tell("this", interrupt)
 
 
-# ---- factors of any size ---------------------------------------------------------------------------------------------
-
-FACTORS = [0.0, -0.0, -1.0, -0.3, 1e-45, 1e-30, 0.5, 0.3, 1.0, 3.0, 1e30, math.inf, -math.inf, math.nan]
-CHANGES: dict[str, Callable[[list[Tensor], float], object]] = {
-    "multiplied": lambda gradients, factor: [one.mul_(factor) for one in gradients],
-    "of a list": lambda gradients, factor: torch._foreach_mul_(gradients, torch.tensor(factor)),
-    "divided": lambda gradients, factor: torch._foreach_div_(gradients, factor),
-    "some": lambda gradients, factor: [one.mul_(factor) for one in gradients[:-1]],
-    "twice": lambda gradients, factor: [one.mul_(factor).mul_(0.3) for one in gradients],
-    "clipped": lambda gradients, factor: torch.nn.utils.clip_grads_with_norm_(
-        _owners(gradients), 1.0, torch.tensor(factor)
-    ),
-    "unscaled": lambda gradients, factor: torch._amp_foreach_non_finite_check_and_unscale_(
-        gradients, torch.zeros(()), torch.tensor(factor)
-    ),
-}
-
-
-def _owners(gradients: list[Tensor]) -> list[nn.Parameter]:
-    owners = []
-    for gradient in gradients:
-        owner = nn.Parameter(torch.zeros_like(gradient))
-        owner.grad = gradient
-        owners.append(owner)
-    return owners
-
-
-@pytest.mark.slow
-@settings(max_examples=settings().max_examples // 4)
-@given(
-    program=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(FACTORS)), min_size=4, max_size=10),
-    clips=st.integers(0, 3),
-    limit=st.sampled_from([math.inf, 1.0]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    device=st.sampled_from(sorted(DEVICES)),
-    overflows=st.booleans(),
-)
-def test_factors_of_any_size_are_ordinary_ones(
-    program: list[tuple[str, float]], clips: int, limit: float, dtype: torch.dtype, device: str, overflows: bool
-) -> None:
-    """Zero, negative ones, those that overflow, and NaN, in between clipped steps: nothing raises, warns or logs."""
-    seen = []
-    failed = set(telling._failed)
-    for is_on in (False, True):
-        model = Net(dtype)
-        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=limit)
-        run: list[Any] = []
-        scheduler: Any = contextlib.nullcontext()
-        if is_on:
-            scheduler = OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1)
-        with warnings.catch_warnings(action="error"), scheduler:
-            for number, (change, factor) in enumerate(program):
-                for clipped in range(clips + 1):
-                    model.backward(10 * number + clipped)
-                    gradients = [one.grad for one in model.parameters() if one.grad is not None]
-                    if overflows and factor == 0.0:
-                        gradients[0].view(-1)[0] = math.inf
-                    if clipped < clips:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    else:
-                        CHANGES[change](gradients, factor)
-                    del gradients
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    outcome = optimizer.last_outcome
-                    is_skipped = outcome.kind is StepKind.SKIPPED
-                    run.append((is_skipped, outcome.nonfinite, [bits(one) for one in model.parameters()]))
-        seen.append([run, state_bits(optimizer)])
-        assert telling._failed == failed
-    assert seen[0] == seen[1]
-
-
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.25])
 def test_the_outcome_has_the_factor_of_others(factor: float) -> None:
-    model = Net()
+    model = Net().bfloat16()
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5)
     with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=300, num_threads=1):
         for number in range(1, 4):
-            model.backward(number)
+            backward(model, number)
             torch._foreach_mul_([one.grad for one in model.parameters()], factor)
             optimizer.step()
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import Job, ThreadWorker, Work, Worker
-from superadam.testing import SimulatedDevice
+from superadam.testing import SimulatedDevice, stand_in
 
 
 class ImmediateWorker(Worker):
@@ -66,6 +66,31 @@ class ImmediateDevice(ThreadDevice):
     """Host memory and an `ImmediateWorker`."""
 
     def start_worker(self, idle: Work) -> ImmediateWorker:
+        return ImmediateWorker(idle)
+
+
+class KeepingDevice(ThreadDevice):
+    """Does everything when it is asked, with memory other than the host's, and with a real thread."""
+
+    has_link = can_update = True
+    update = staticmethod(stand_in.update)
+
+    def is_host(self, tensor: Tensor) -> bool:
+        return False
+
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
+        packed = super().pack(gradients, layout, dtype)
+        if norm is not None:
+            stand_in.take_norm(layout.views(packed), norm)
+        return packed
+
+
+class EagerSimulatedDevice(SimulatedDevice):
+    """Its worker runs every job in the middle of backward."""
+
+    def start_worker(self, idle: Work) -> ImmediateWorker:  # type: ignore[override]
         return ImmediateWorker(idle)
 
 

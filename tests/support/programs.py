@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.overlap import ImmediateDevice, ThreadDevice, eager, everything, mlp, twins
+from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, eager, everything, mlp, twins
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
@@ -48,6 +48,8 @@ class Setting:
         clips: whether the gradient norm has a limit, over which some steps are.
         patches: whether all steps are clipped, and so small that values of an interval of factors are patched.
         looks: whether state and gradients are read after every step, which commits it; else after the last only.
+        sums: whether gradients are added up in fp32 on the host: within a program's `accumulate()`, or wherever it has
+            none. They are those of autograd where gradients are as wide.
         pauses: whether nothing is taken for some steps after one whose gradients were edited, as usual.
         is_torch: whether the optimizer is torch's.
     """
@@ -60,6 +62,7 @@ class Setting:
     clips: bool = False
     patches: bool = False
     looks: bool = False
+    sums: bool = False
     pauses: bool = False
     storage: Storage = ()
     is_torch: bool = False
@@ -70,7 +73,9 @@ class Setting:
     @property
     def plain(self) -> Setting:
         """The same without a scheduler."""
-        return replace(self, name="plain", device=None, bucket_numel=1, gpu_buckets=None, pauses=False, is_torch=False)
+        return replace(
+            self, name="plain", device=None, bucket_numel=1, gpu_buckets=None, sums=False, pauses=False, is_torch=False
+        )
 
 
 EAGER = Setting("bf16-immediate", torch.bfloat16, ImmediateDevice, looks=True)
@@ -95,6 +100,15 @@ OTHERS = [
     Setting("fp64-kept", torch.float64, lambda: SimulatedDevice(1), 3000, gpu_buckets=1, clips=True),
 ]
 
+SUMS = [
+    Setting("sums-immediate", torch.float32, ImmediateDevice, clips=True, sums=True),
+    Setting("sums-thread", torch.float32, ThreadDevice, clips=True, sums=True),
+    Setting("sums-deferred", torch.float32, DeferredDevice, clips=True, sums=True),
+    Setting("sums-lazy", torch.float32, lambda: SimulatedDevice(3, 0.0), clips=True, sums=True),
+    Setting("sums-hasty", torch.float32, lambda: SimulatedDevice(5, 0.7), clips=True, sums=True),
+    Setting("sums-fp64", torch.float64, lambda: SimulatedDevice(5, 0.7), clips=True, sums=True),
+]
+
 TORCH = Setting("torch", torch.float32, is_torch=True)
 
 
@@ -112,7 +126,9 @@ class Run:
         limit: of the gradient norm, in settings that clip.
         seen: what the program has shown.
         optimizers: all that it has made, whose parameters and state are compared at the end.
+        schedulers: all that it has opened.
         scheduler: of the present step; None without one.
+        block: of `accumulate()`, around a program that has none.
         kept: what a program remembers from step to step.
     """
 
@@ -120,7 +136,9 @@ class Run:
     limit: float | None = None
     seen: Shown = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[OffloadScheduler] = field(default_factory=list)
     scheduler: OffloadScheduler | None = None
+    block: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     kept: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -148,13 +166,20 @@ class Run:
             return
         options = {} if setting.gpu_buckets is None else {"gpu_buckets": setting.gpu_buckets}
         device, bucket_numel = setting.device(), setting.bucket_numel
-        with OffloadScheduler(optimizer, model, device=device, bucket_numel=bucket_numel, **options) as self.scheduler:
+        self.scheduler = OffloadScheduler(optimizer, model, device=device, bucket_numel=bucket_numel, **options)
+        self.schedulers.append(self.scheduler)
+        with self.scheduler, self.block:
+            if setting.sums:
+                self.block.enter_context(self.scheduler.accumulate(torch.float32))
             yield self.scheduler
         self.scheduler = before
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Enter `accumulate()`, where there is a scheduler."""
-        return contextlib.nullcontext() if self.scheduler is None else self.scheduler.accumulate()
+        if self.scheduler is None:
+            return contextlib.nullcontext()
+        self.block.close()
+        return self.scheduler.accumulate(torch.float32 if self.setting.sums else None)
 
     def once(self) -> bool:
         """Whether this is the first time that a run asks."""
@@ -203,9 +228,18 @@ def in_settings(programs: Sequence[Program]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("program", "settings"), cases)
 
 
-def run_in(program: Program, setting: Setting) -> Shown:
+def in_turn(programs: Sequence[Program], settings: Sequence[Setting]) -> pytest.MarkDecorator:
+    """Give a test each program with one of the settings, or with all of them if `DEEP`, without torch."""
+    cases = []
+    for number, program in enumerate(programs):
+        chosen = settings if DEEP else [settings[number % len(settings)]]
+        cases.append(pytest.param(replace(program, torch=False), chosen, id=program.name))
+    return pytest.mark.parametrize(("program", "settings"), cases)
+
+
+def run_in(program: Program, setting: Setting, run: Run | None = None) -> Shown:
     """Train; return what was shown, and parameters and state of each optimizer at the end."""
-    run = Run(setting, program.limit)
+    run = run or Run(setting, program.limit)
     with pytest.MonkeyPatch.context() as patch:
         if not setting.pauses:
             patch.setattr(buckets, "PAUSE_STEPS", 0)

@@ -259,9 +259,7 @@ class Report:
 
     tried: int = 0
     raised: int = 0
-    most: int = 0
     patched: int = 0
-    errors: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
 
 
@@ -301,11 +299,9 @@ class Twins:
         is_failing = allocations.seen > first
         self.report.patched += ours.optimizer.statistics.patched - patched
         self.report.tried += is_failing
-        self.report.most = max(self.report.most, allocations.seen)
         what = f"allocations {first} to {first + count}, factor {factor}, step {self.number}"
         if raised is not None:
             self.report.raised += 1
-            self.report.errors.add(type(raised).__name__)
             cause = raised.__cause__ if isinstance(raised, WorkerError) else raised
             if cause is None or not is_short_of_memory(cause) or not (is_failing and has_gradients):
                 self.report.faults.append(f"{what}: {raised!r}")
@@ -379,8 +375,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for index, name in enumerate(chosen.cases):
         report = examined(CASES[name], None if chosen.all else 5 * index % 24)
-        counts = [report.tried, report.raised, report.most, report.patched]
-        found = [name, *counts, sorted(report.errors), report.faults]
+        found = [name, report.tried, report.raised, report.patched, report.faults]
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 
