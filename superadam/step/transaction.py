@@ -37,7 +37,8 @@ from superadam.step.gradients import StepGradients, hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
 
 _NOTHING = nullcontext()
-_Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
+_Products = dict[tuple[TakenGradient, ParameterState], Tensor]
+"""Gradients with their factors, in the layout of a parameter's state, whose pieces share them."""
 
 
 @dataclass(slots=True)
@@ -68,9 +69,10 @@ class _Contribution:
     def apply_factors(self, products: _Products) -> None:
         """Take the gradient as it is now: torch's product with its factors, which kernels may round differently."""
         assert self.taken is not None
-        if self.taken not in products:
-            products[self.taken] = self.piece.state.host_gradient(self.taken.scaled())
-        self.gradient = self.piece.elements_of(products[self.taken])
+        key = self.taken, self.piece.state  # several parameters may have one gradient
+        if key not in products:
+            products[key] = self.piece.state.host_gradient(self.taken.scaled())
+        self.gradient = self.piece.elements_of(products[key])
         self.scale, self.pending = Scale(), None
 
 
