@@ -68,15 +68,16 @@ class ZeroCheckpoint:
     def verify(self, rank: int, world_size: int) -> None:
         """Raise CheckpointError where the bytes of a file of this rank's share are not those that torch.save wrote."""
         paths = sorted([*self._path.glob("*.pt"), *(self._path / UNIVERSAL).rglob("*.pt")])
-        archives = [path for path in paths if path.is_file() and zipfile.is_zipfile(path)]
-        for path in archives[rank::world_size]:
+        for path in paths[rank::world_size]:
+            if not path.is_file() or not zipfile.is_zipfile(path):
+                continue  # if it is needed, `_read` refuses it
             try:
                 with zipfile.ZipFile(path) as archive:
                     has_sums = any(entry.CRC for entry in archive.infolist())  # torch can be told to write none
-                    is_damaged = has_sums and archive.testzip() is not None
-            except zipfile.BadZipFile:
-                is_damaged = True
-            if is_damaged:
+                    damaged = archive.testzip() if has_sums else None
+            except zipfile.BadZipFile as error:
+                damaged = str(error)
+            if damaged is not None:
                 raise CheckpointError(f"{path} is damaged; copy it again")
 
     def flat(self, name: str, key: str) -> Tensor:

@@ -216,20 +216,3 @@ def test_sums_that_cannot_be_sent_are_left_to_the_step(error, device, monkeypatc
 
     scheduler = both(story, {"device": device})
     assert scheduler.statistics.buckets == 0
-
-
-def test_a_sum_may_be_the_gradient_of_a_parameter_in_another_order_of_memory_too() -> None:
-    found = []
-    for is_offloaded in (False, True):
-        torch.manual_seed(0)
-        model = nn.ParameterList([torch.randn(8, 4), torch.randn(4, 8).t()])
-        optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.1)
-        scheduler = OffloadScheduler(optimizer, model, bucket_numel=1) if is_offloaded else None
-        with nullcontext() if scheduler is None else scheduler.accumulate(torch.float32):
-            sum((parameter * torch.randn(8, 4)).sum() for parameter in model).backward()  # type: ignore[union-attr]
-        model[1].grad = model[0].grad
-        optimizer.step()
-        found.append([parameter.tolist() for parameter in model])
-        if scheduler is not None:
-            scheduler.close()
-    assert found[0] == found[1]

@@ -1176,6 +1176,22 @@ def gradients_in_another_order_of_memory(model: Any, optimizer: Any, step: int, 
     assert run.scheduler is None or run.scheduler.statistics.given_back_gradients == 0
 
 
+def _turn_a_weight(model: Any, run: Run) -> None:
+    weight = model.blocks[1].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+@program(prepare=_turn_a_weight, torch=False, speculates=False)
+def gradient_of_two_weights_in_different_orders_of_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    first, second = (layer.weight for layer in model.blocks)
+    assert first.stride() != second.stride()
+    optimizer.zero_grad()
+    with run.accumulate():
+        backward(model, step)
+    second.grad = first.grad
+    optimizer.step()
+
+
 def _drop_in_a_hook(model: Any, run: Run) -> None:
     def step_at_once(parameter: Tensor) -> None:
         parameter.data.add_(parameter.grad, alpha=-0.01)
