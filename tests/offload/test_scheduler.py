@@ -52,6 +52,7 @@ from superadam.offload.buckets import PAUSE_STEPS
 from superadam.offload.hooks import Hooks
 from superadam.offload.pipeline import Pipeline
 from superadam.optim.binding import Binding
+from superadam.state.parameter import Phase
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
@@ -102,6 +103,28 @@ def test_edited_gradients_are_not_taken_for_a_while() -> None:
     scheduler = both(steps, {}, lambda: mlp(torch.bfloat16))
     assert taken == [True, *[False] * PAUSE_STEPS, True, *[False] * PAUSE_STEPS, *[True] * 4]
     assert scheduler.statistics.given_back_gradients == 2 * 6
+
+
+def test_the_worker_commits_while_a_copy_is_under_way() -> None:
+    """A host that runs ahead of its GPU enqueues buckets early; without this, commits would be left to the step."""
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=None)
+    with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=1, num_threads=1) as scheduler:
+        train(model, optimizer, range(3))
+        pipeline, left = scheduler._pipeline, list[int]()
+        accepted = len(pipeline.transaction.in_phase(Phase.ACCEPTED))
+
+        class PassesAfterTwoCommits:
+            def query(self) -> bool:
+                left.append(len(pipeline.transaction.in_phase(Phase.ACCEPTED)))
+                return len(left) == 3
+
+            def synchronize(self) -> None: ...
+
+        pipeline._wait_for(PassesAfterTwoCommits(), lambda: True)  # what the training thread waits for comes first
+        assert left == []
+        pipeline._wait_for(PassesAfterTwoCommits(), lambda: False)
+        assert left == [accepted, accepted - 1, accepted - 2]
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

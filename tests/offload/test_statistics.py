@@ -18,10 +18,13 @@ from support.overlap import (
     EagerSimulatedDevice,
     ImmediateDevice,
     KeepingDevice,
+    PlantedError,
     ThreadDevice,
     adam,
     batch,
     eager,
+    fail_at,
+    loss_of,
     mlp,
     train,
 )
@@ -31,6 +34,7 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler
 from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
+from superadam.devices.worker import WorkerError
 from superadam.offload import trace
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import TRACKS, Trace
@@ -104,6 +108,21 @@ def test_every_speculation_ends_in_one_way(program: Program, settings: list[Sett
             assert sum(begun) >= ended.speculated_buckets
             assert 0.0 <= ended.hidden_share <= 1.0
             assert ended.uncertain_elements <= ended.interval_elements
+
+
+@pytest.mark.parametrize("device_class", [ImmediateDevice, ThreadDevice])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_speculation_before_a_failure_of_the_worker_is_dropped(at: int, device_class: type[Device]) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=math.inf)
+    with eager(optimizer, model, device=device_class()):
+        train(model, optimizer, range(2))
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, Transaction, "speculate", at, PlantedError())
+            loss_of(model, 2).backward()
+            with pytest.raises(WorkerError):
+                optimizer.step()
+        assert optimizer.statistics.dropped == at - 1  # the others were never speculated on
 
 
 @pytest.mark.parametrize("device_class", [ThreadDevice, DeferredDevice])
