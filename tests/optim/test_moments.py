@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, make, through_disk, train_alike, trained
+from support.optimizers import EACH_DTYPE, make, train_alike, trained
 from support.visible import bits, parameters_of, train
 from torch import Tensor, nn
 
@@ -13,7 +13,6 @@ from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.testing import round_by_thresholds
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
 def entries(optimizer: Any) -> list[dict[str, Tensor]]:
@@ -112,20 +111,3 @@ def test_every_step_has_its_own_thresholds(begin: int) -> None:
             assert bits(narrow.float()) == bits(round_by_thresholds(wide, step, 16))
             assert bits(narrow.float()) != bits(round_by_thresholds(wide, step + 1, 16))
         assert entries(ours)[0]["step"] == step
-
-
-@EACH_PAIR
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_fp32_moments_are_rounded_to_nearest_when_loaded(ours: type, theirs: type, dtype: torch.dtype) -> None:
-    for cls in (ours, theirs):
-        source = trained(make(dtype, cls, amsgrad=True, **OPTIONS))
-        optimizer = make(dtype, ours, moments="bf16")
-        copy_weights(optimizer, source)
-        optimizer.load_state_dict(through_disk(source.state_dict()))
-        for mine, entry in zip(entries(optimizer), entries(source), strict=True):
-            for key in (*MOMENTS, "max_exp_avg_sq"):
-                assert bits(mine[key]) == bits(entry[key].bfloat16())
-            assert "master" not in entry or bits(mine["master"]) == bits(entry["master"])
-        assert optimizer.moments == "bf16"
-        trained(optimizer, [2])
-        assert {entry[key].dtype for entry in entries(optimizer) for key in MOMENTS} == {torch.bfloat16}

@@ -17,14 +17,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.visible import bits, parameter, parameters_of
 from torch import Tensor
-from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
 from superadam.state.parameter import differing
 
 pytestmark = [
     pytest.mark.x86_64,
-    pytest.mark.filterwarnings("ignore:Detected call of"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
@@ -213,36 +211,6 @@ def train(pair: Pair, seed: int) -> None:
         drop_gradients(pair, 1)
 
 
-@action
-def train_scaled(pair: Pair, seed: int) -> None:
-    """With a GradScaler, whose scale is a power of two; sometimes a gradient overflows."""
-    if pair.dtype == torch.float16:  # which torch refuses to unscale
-        return
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed % 8), growth_interval=1) for _ in range(2)]
-    gradients(pair, seed)
-    for scaler in scalers:
-        scaler.scale(torch.ones(()))  # which makes the scale
-    if seed % 4:
-        pair.ours.speculate()
-    if seed % 3:
-        scalers[0].unscale_(pair.ours)
-    if seed % 3 == 2:
-        torch.nn.utils.clip_grad_norm_(parameters_of(pair.ours), 0.5)
-    scalers[0].step(pair.ours)
-    own = [copied for _, copied, _ in pair.rows]
-    plain = torch.optim.SGD(own)
-    if any(one.grad is not None for one in own):
-        scalers[1].unscale_(plain)
-        if seed % 3 == 2:
-            torch.nn.utils.clip_grad_norm_(own, 0.5)
-        pair.step_theirs()
-        plain.step = lambda *arguments: None  # type: ignore[method-assign]
-        scalers[1].step(plain)
-        for scaler in scalers:
-            scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-
-
 # -- parameters and groups ---------------------------------------------------------------------------------------------
 
 
@@ -363,14 +331,6 @@ def change_hyperparameters(pair: Pair, seed: int) -> None:
         group[key] = values[seed // 12 % 3]
         if key == "lr" and seed // 36 % 2:
             group[key] = torch.tensor(values[seed // 12 % 3])
-
-
-@action
-def schedule(pair: Pair, seed: int) -> None:
-    if "schedulers" not in pair.kept:
-        pair.kept["schedulers"] = [lr_scheduler.StepLR(one, 1 + seed % 2, 0.5) for one in (pair.ours, pair.theirs)]
-    for scheduler in pair.kept["schedulers"]:
-        scheduler.step()
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

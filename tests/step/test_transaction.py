@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support import formula
-from support.optimizers import DTYPES, through_disk
+from support.optimizers import DTYPES
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, random_array
 from support.visible import are_taken, bits
@@ -290,26 +290,10 @@ class SpeculativeRun(RuleBasedStateMachine):
             parameter.copy_(parameter.sign())
             parameter.copy_(kept)
 
-    @rule(is_saved=st.booleans())
-    def copy_everything(self, is_saved: bool) -> None:
-        """Continue in a fresh model and optimizer, without the gradients."""
-        if is_saved:
-            model = [p.detach() for p in self.parameters]
-            saved = through_disk({"model": model, "optimizer": self.optimizer.state_dict()})
-            groups = [
-                {**group, "params": [torch.nn.Parameter(torch.randn_like(p)) for p in group["params"]]}
-                for group in self.optimizer.param_groups
-            ]
-            fresh = SpeculativeCPUAdam(groups, max_grad_norm=self.optimizer.max_grad_norm, **self.storage)
-            fresh.load_state_dict(saved["optimizer"])
-            with torch.no_grad():
-                for group in fresh.param_groups:
-                    for parameter in group["params"]:
-                        parameter.copy_(saved["model"].pop(0))
-            self.optimizer = fresh
-            self.limit_of_next_step = None
-        else:
-            self.optimizer = copy.deepcopy(self.optimizer)
+    @rule()
+    def copy_everything(self) -> None:
+        """Continue in a copy, without the gradients."""
+        self.optimizer = copy.deepcopy(self.optimizer)
         self.adopt()
         for one in self.plain:
             one.grad = None
