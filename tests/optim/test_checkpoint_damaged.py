@@ -117,13 +117,9 @@ def _groups(saved: dict) -> list[Any]:
     return [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
 
 
-def _ids(groups: list[Any]) -> list[tuple[Any, Any]]:
-    return [(group, one) for group in groups for one in group["params"]]
-
-
 MUTATIONS = [
     *2 * ["replace", "exchange", "replace", "exchange", "replace", "replace", "remove", "add", "rename", "key", "copy"],
-    *["reverse the ids", "rename the ids", "merge the groups", "split the groups"],
+    *["reverse the ids", "rename the ids"],
 ]
 Mutation = tuple[str, int, int, Callable[[], Any]]
 
@@ -148,17 +144,13 @@ def mutate(how: str, saved: dict, place: tuple[Any, Any], other: tuple[Any, Any]
         case "copy":
             container[key] = copy.copy(other_container[other_key])
         case "reverse the ids":
-            every = _ids(groups)
+            every = [one for group in groups for one in group["params"]]
             for group in groups:
-                group["params"] = [every.pop()[1] for _ in group["params"]]
+                group["params"] = [every.pop() for _ in group["params"]]
         case "rename the ids":
             for group in groups:
                 group["params"] = [f"name {one}" for one in group["params"]]
             saved["state"] = {f"name {one}": entry for one, entry in saved["state"].items()}
-        case "merge the groups":
-            saved["param_groups"] = [{**groups[0], "params": [one for _, one in _ids(groups)]}]
-        case "split the groups":
-            saved["param_groups"] = [{**group, "params": [one]} for group, one in _ids(groups)]
 
 
 def damaged(saved: dict, mutations: list[Mutation]) -> dict:

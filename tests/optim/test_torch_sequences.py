@@ -97,10 +97,9 @@ class Pair:
         """Let a master be its working copy, because its state is gone."""
         master.copy_(self.copies[master])
 
-    def step_theirs(self, *, adopts: bool = True) -> None:
+    def step_theirs(self) -> None:
         """Make a step of finite gradients."""
-        if adopts:
-            self.adopt()
+        self.adopt()
         rows = self.rows
         if not all(own.grad is None or bool(own.grad.isfinite().all()) for _, own, _ in rows):
             return
@@ -376,29 +375,6 @@ def edit_state(pair: Pair, seed: int) -> None:
     if kind in (6, 7) and pair.theirs.state.get(master, None) in (None, {}):
         pair.adopt()
         pair.forget(master)
-
-
-@action
-def edit_masters(pair: Pair, seed: int) -> None:
-    """In place, and perhaps what else is in their entries; then a step of all parameters."""
-    ours, theirs = pair.ours.state, pair.theirs.state
-    pair.adopt()
-    for p, own, master in pair.rows:
-        if own is not master and ours.get(p) and "master" in ours[p]:
-            with torch.no_grad():
-                for one in (ours[p]["master"], master):
-                    one.mul_(0.5)
-            for entry in (ours[p], theirs[master]):
-                if seed % 2:
-                    entry["exp_avg"] = entry["exp_avg"] * 0.5
-                if seed // 2 % 2:
-                    entry["step"].fill_(9)
-    for place, (p, own, _) in enumerate(pair.rows):
-        p.grad, own.grad = (noise(p.shape, pair.dtype, 100 * seed + place) for _ in range(2))
-    if seed // 4 % 2:
-        pair.ours.speculate()
-    pair.ours.step()
-    pair.step_theirs(adopts=False)
 
 
 @action
