@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from support.optimizers import DTYPES, EACH_DTYPE
 from support.visible import bits
 from torch import Tensor, nn
 
-from superadam.handles.taken_gradient import Factor, FactorKind, TakenGradient
+from superadam.handles.taken_gradient import Factor, FactorKind, HostSum, TakenGradient
+from superadam.testing import SimulatedDevice
 
 MULTIPLY, DIVIDE, UNSCALE = FactorKind.MULTIPLY, FactorKind.DIVIDE, FactorKind.UNSCALE
 
@@ -282,6 +284,36 @@ def test_what_arrived_unrounded_stays_so_without_speculation(in_use: bool) -> No
     taken.absorb(torch.ones(3, dtype=torch.bfloat16))
     assert not in_use or before.tolist() == torch.full((3,), 1.003).tolist()
     assert torch.equal(taken.pending, torch.full((3,), 1.003) + 1)
+
+
+# -- sums on the host, of what arrives late ----------------------------------------------------------------------------
+
+
+def test_parts_are_added_once_they_have_arrived_and_the_first_one_replaces_what_was_there() -> None:
+    device = SimulatedDevice(0, 0.0)
+    total = HostSum(torch.full((3,), torch.nan), is_empty=True)
+    for values in ([-0.0, 0.0, 0.0], [-0.0, 1e-8, 1e-8], [-0.0, 1.0, 1.0]):
+        part = device.late(torch.tensor(values, dtype=torch.bfloat16), on_host=True)
+        total.add(part, device.accelerator.current_stream().end())
+        assert not total.query()
+    added = torch.tensor(1e-8, dtype=torch.bfloat16).item() + 1
+    for _ in range(2):  # each part is added once
+        total.synchronize()
+        assert total.query()
+        assert bits(total.total) == bits(torch.tensor([-0.0, added, added]))
+
+
+def test_threads_that_wait_together_add_each_part_once() -> None:
+    total = HostSum(torch.zeros(100), is_empty=False)
+    passed = SimulatedDevice(0, 1.0).accelerator.first.end()
+    for _ in range(300):
+        total.add(torch.ones(100), passed)
+    threads = [threading.Thread(target=total.synchronize) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(total.total, torch.full((100,), 300.0))
 
 
 # -- giving back -------------------------------------------------------------------------------------------------------

@@ -161,21 +161,6 @@ def gradients(pair: Pair, seed: int) -> None:
 
 
 @action
-def edit_gradients(pair: Pair, seed: int) -> None:
-    edits: list[Callable[[Tensor], Tensor]] = [lambda g: g.add_(noise(g.shape, g.dtype, seed))]
-    edits += [lambda g: g.mul_(0.5), lambda g: g.mul_(0.3), lambda g: g.clamp_(-0.5, 0.5)]
-    for one in [one for p, own, _ in pair.rows[seed % 2 :] for one in (p, own) if one.grad is not None]:
-        edits[seed // 2 % 4](one.grad)
-
-
-@action
-def clip(pair: Pair, seed: int) -> None:
-    limit = [0.5, 5.0, 1e3][seed % 3]
-    norms = [torch.nn.utils.clip_grad_norm_([row[side] for row in pair.rows], limit) for side in (0, 1)]
-    assert bits(norms[0]) == bits(norms[1])
-
-
-@action
 def drop_gradients(pair: Pair, seed: int) -> None:
     pair.ours.zero_grad(set_to_none=bool(seed % 3))
     for _, own, _ in pair.rows:
