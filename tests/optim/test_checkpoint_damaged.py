@@ -1,4 +1,4 @@
-"""State dicts damaged at random: each is loaded as the plain one that means the same, or refused in one sentence."""
+"""State dicts damaged at random: each is loaded as torch's fused Adam loads it, or refused in one sentence."""
 
 import contextlib
 import copy
@@ -18,14 +18,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.optimizers import PAIRS
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, shown, train, visible
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, train, visible
 
-from superadam import SpeculativeCPUAdamW
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim import checkpoint
+from superadam.state.parameter import differing
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about kinds of tensors that are not usual
+pytestmark = [
+    pytest.mark.x86_64,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of torch, about kinds of tensors that are not usual
+    pytest.mark.usefixtures("one_torch_thread"),
+]
 
+PAIRS: dict[type[torch.optim.Optimizer], Any] = {
+    SpeculativeCPUAdam: torch.optim.Adam,
+    SpeculativeCPUAdamW: torch.optim.AdamW,
+}
 SHAPES = [(64,), (8, 16), (8, 16)]
 
 
@@ -117,9 +125,13 @@ def _groups(saved: dict) -> list[Any]:
     return [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
 
 
+def _ids(groups: list[Any]) -> list[tuple[Any, Any]]:
+    return [(group, one) for group in groups for one in group["params"]]
+
+
 MUTATIONS = [
     *2 * ["replace", "exchange", "replace", "exchange", "replace", "replace", "remove", "add", "rename", "key", "copy"],
-    *["reverse the ids", "rename the ids"],
+    *["reverse the ids", "rename the ids", "merge the groups", "split the groups"],
 ]
 Mutation = tuple[str, int, int, Callable[[], Any]]
 
@@ -144,13 +156,17 @@ def mutate(how: str, saved: dict, place: tuple[Any, Any], other: tuple[Any, Any]
         case "copy":
             container[key] = copy.copy(other_container[other_key])
         case "reverse the ids":
-            every = [one for group in groups for one in group["params"]]
+            every = _ids(groups)
             for group in groups:
-                group["params"] = [every.pop() for _ in group["params"]]
+                group["params"] = [every.pop()[1] for _ in group["params"]]
         case "rename the ids":
             for group in groups:
                 group["params"] = [f"name {one}" for one in group["params"]]
             saved["state"] = {f"name {one}": entry for one, entry in saved["state"].items()}
+        case "merge the groups":
+            saved["param_groups"] = [{**groups[0], "params": [one for _, one in _ids(groups)]}]
+        case "split the groups":
+            saved["param_groups"] = [{**group, "params": [one]} for group, one in _ids(groups)]
 
 
 def damaged(saved: dict, mutations: list[Mutation]) -> dict:
@@ -167,39 +183,57 @@ def make(cls: Any, dtype: torch.dtype, **options: Any) -> Any:
     return cls([{"params": [first], "lr": 0.25}, {"params": rest, "weight_decay": 0.5}], lr=0.125, **options)
 
 
-OURS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-
-
 def told(group: dict) -> dict[str, Any]:
-    """Return a group with flags as they were meant, and numbers as floats."""
+    """Return a group as torch's fused Adam can step it: flags as they were meant, and numbers as floats."""
     flags = {key: bool(group.get(key)) for key in ("amsgrad", "maximize", "decoupled_weight_decay")}
     numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
+    betas = tuple(map(float, group["betas"]))
     names = {"param_names": group["param_names"]} if "param_names" in group else {}
-    return {"params": group["params"], **names, **flags, **numbers, "betas": tuple(map(float, group["betas"]))}
+    how = {"fused": True, "foreach": None, "capturable": False, "differentiable": False}
+    return {"params": group["params"], **names, **flags, **numbers, "betas": betas, **how}
 
 
-def plain(saved: dict) -> dict[str, Any]:
-    """Return a state dict of dense fp32 tensors, floats and flags."""
-    entries: dict[Any, dict[str, Any]] = {}
-    for key, entry in saved["state"].items():
-        own = {name: entry[name] for name in OURS if entry.get(name) is not None} if isinstance(entry, dict) else {}
-        entries[key] = {name: own[name].detach().float().contiguous().clone() for name in own if name != "step"}
-        if "step" in own:
-            entries[key]["step"] = torch.tensor(float(own["step"]))
-    return {"state": entries, "param_groups": [told(group) for group in saved["param_groups"]]}
+def loaded_by_torch(cls: Any, saved: dict, parameters: list[torch.Tensor]) -> Any:
+    """Return torch's optimizer over fp32 copies of these parameters, and of the masters that round to them.
 
-
-def own_bits(optimizer: Any) -> list[Any]:
-    """Return parameters and what is ours of their state."""
-    entries = [optimizer.state[p] for p in parameters_of(optimizer)]
-    steps = [float(entry.get("step", -1)) for entry in entries]
-    state = [{key: bits(entry[key]) for key in OURS[1:] if entry.get(key) is not None} for entry in entries]
-    return [shown(optimizer), steps, state]
+    Args:
+        cls: of torch.
+        saved: a state dict, which is changed.
+        parameters: of ours, as they are without this state dict.
+    """
+    own = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+    entries = {
+        key: {name: entry[name] for name in own if name in entry}
+        for key, entry in saved["state"].items()
+        if isinstance(entry, dict)
+    }
+    groups = [told(group) for group in saved["param_groups"]]
+    masters = []
+    for group in groups:
+        for identifier in group["params"]:
+            entry = entries.get(identifier, {})
+            master, most = entry.pop("master", None), entry.get("max_exp_avg_sq")
+            weights = parameters[len(masters)].detach()
+            judged = weights.float()
+            if master is not None and weights.dtype != torch.float32:
+                is_shown = ~differing(master.detach().float().to(weights.dtype), weights)
+                judged = torch.where(is_shown, master.detach().float(), judged)
+            masters.append(torch.nn.Parameter(judged.clone()))
+            if entry:
+                entry["max_exp_avg_sq"] = torch.zeros_like(weights) if most is None else most
+                step = torch.tensor(float(entry.pop("step")))
+                entry |= {key: value.contiguous().clone() for key, value in entry.items()}  # torch keeps what it gets
+                entry["step"] = step
+    rest = iter(masters)
+    reference = cls([{"params": [next(rest) for _ in group["params"]]} for group in groups], fused=True)
+    reference.load_state_dict({"state": entries, "param_groups": groups})
+    return reference
 
 
 def is_foreign(saved: dict) -> bool:
     """Whether there is state that is not Adam's."""
-    return any(isinstance(key, str) or bool(entry.keys() - set(OURS)) for key, entry in saved["state"].items())
+    known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"}
+    return any(isinstance(key, str) or bool(entry.keys() - known) for key, entry in saved["state"].items())
 
 
 def check_refusal(error: ValueError) -> None:
@@ -212,7 +246,7 @@ def check_refusal(error: ValueError) -> None:
 @pytest.mark.slow
 @settings(max_examples=3 * settings().max_examples)
 @given(
-    classes=st.sampled_from(PAIRS),
+    cls=st.sampled_from(sorted(PAIRS, key=str)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     amsgrad=st.booleans(),
     is_of_torch=st.booleans(),
@@ -222,11 +256,8 @@ def check_refusal(error: ValueError) -> None:
         max_size=3,
     ),
 )
-def test_damaged_state_dict_is_loaded_for_what_it_means_or_refused(
-    classes, dtype, amsgrad, is_of_torch, is_open, mutations
-):
-    cls, theirs = classes
-    source = make(theirs if is_of_torch else cls, dtype, amsgrad=amsgrad)
+def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad, is_of_torch, is_open, mutations):
+    source = make(PAIRS[cls] if is_of_torch else cls, dtype, amsgrad=amsgrad)
     for seed in range(2):
         train(source, seed)
     saved = damaged(copy.deepcopy(source.state_dict()), mutations)
@@ -236,6 +267,7 @@ def test_damaged_state_dict_is_loaded_for_what_it_means_or_refused(
         give_gradients(one, 6)
     if is_open:
         optimizer.speculate()
+    own = [one.detach().clone() for one in parameters_of(optimizer)]
     groups = [dict(group) for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(saved)
@@ -249,15 +281,30 @@ def test_damaged_state_dict_is_loaded_for_what_it_means_or_refused(
             train(one, 7, speculative=True)
         assert visible(optimizer) == visible(twin)
         return
-    twin.load_state_dict(plain(saved))
-    for ours, its, given_group in zip(optimizer.param_groups, twin.param_groups, saved["param_groups"], strict=True):
+    reference = loaded_by_torch(PAIRS[cls], saved, own)
+    pairs = list(zip(parameters_of(optimizer), parameters_of(reference), strict=True))
+    for p, master in pairs:
+        assert bits(p) == bits(master.to(dtype))
+    for ours, theirs, given_group in zip(
+        optimizer.param_groups, reference.param_groups, saved["param_groups"], strict=True
+    ):
         assert set(given_group) <= set(ours)
-        assert told(ours) | {"params": 0, "param_names": 0} == told(its) | {"params": 0, "param_names": 0}
-    assert shown(optimizer) == shown(twin)
-    for one in (optimizer, twin):
-        one.step()
-        train(one, 7, speculative=one is optimizer)
-    assert own_bits(optimizer) == own_bits(twin)
+        assert told(ours) | {"params": 0, "param_names": 0} == told(theirs) | {"params": 0, "param_names": 0}
+    for seed in (6, 7):
+        give_gradients(optimizer, seed)
+        for p, master in pairs:
+            master.grad = p.grad.float()
+        if seed == 7:
+            optimizer.speculate()
+        optimizer.step()
+        reference.step()
+        for p, master in pairs:
+            ours, theirs = optimizer.state[p], reference.state[master]
+            assert bits(ours.get("master", p)) == bits(master)
+            assert bits(p) == bits(master.to(dtype))
+            assert float(ours["step"]) == float(theirs["step"])
+            for key in {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} & ours.keys() | {"exp_avg", "exp_avg_sq"}:
+                assert bits(ours[key]) == bits(theirs[key])
     optimizer.state_dict()
     if not is_foreign(saved):  # which need not be something that can be copied
         copy.deepcopy(optimizer)

@@ -192,6 +192,19 @@ def test_closure(mode: Callable[[], Any]) -> None:
     assert visible(optimizer) == visible(twin)
 
 
+@EACH_PAIR
+def test_zero_grad(ours: type, theirs: type) -> None:
+    for cls in (ours, theirs):
+        optimizer = make(cls=cls)
+        give_gradients(optimizer, 1)
+        held = parameters_of(optimizer)[0].grad
+        optimizer.zero_grad(set_to_none=False)
+        assert parameters_of(optimizer)[0].grad is held
+        assert not held.any()
+        optimizer.zero_grad()
+        assert parameters_of(optimizer)[0].grad is None
+
+
 @EACH_DTYPE
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("speculative", [False, True])

@@ -17,12 +17,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.visible import bits, parameter, parameters_of
 from torch import Tensor
+from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
 from superadam.state.parameter import differing
 
 pytestmark = [
     pytest.mark.x86_64,
+    pytest.mark.filterwarnings("ignore:Detected call of"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
@@ -97,9 +99,10 @@ class Pair:
         """Let a master be its working copy, because its state is gone."""
         master.copy_(self.copies[master])
 
-    def step_theirs(self) -> None:
+    def step_theirs(self, *, adopts: bool = True) -> None:
         """Make a step of finite gradients."""
-        self.adopt()
+        if adopts:
+            self.adopt()
         rows = self.rows
         if not all(own.grad is None or bool(own.grad.isfinite().all()) for _, own, _ in rows):
             return
@@ -161,6 +164,21 @@ def gradients(pair: Pair, seed: int) -> None:
 
 
 @action
+def edit_gradients(pair: Pair, seed: int) -> None:
+    edits: list[Callable[[Tensor], Tensor]] = [lambda g: g.add_(noise(g.shape, g.dtype, seed))]
+    edits += [lambda g: g.mul_(0.5), lambda g: g.mul_(0.3), lambda g: g.clamp_(-0.5, 0.5)]
+    for one in [one for p, own, _ in pair.rows[seed % 2 :] for one in (p, own) if one.grad is not None]:
+        edits[seed // 2 % 4](one.grad)
+
+
+@action
+def clip(pair: Pair, seed: int) -> None:
+    limit = [0.5, 5.0, 1e3][seed % 3]
+    norms = [torch.nn.utils.clip_grad_norm_([row[side] for row in pair.rows], limit) for side in (0, 1)]
+    assert bits(norms[0]) == bits(norms[1])
+
+
+@action
 def drop_gradients(pair: Pair, seed: int) -> None:
     pair.ours.zero_grad(set_to_none=bool(seed % 3))
     for _, own, _ in pair.rows:
@@ -193,6 +211,36 @@ def train(pair: Pair, seed: int) -> None:
     step(pair, seed)
     if seed % 3:
         drop_gradients(pair, 1)
+
+
+@action
+def train_scaled(pair: Pair, seed: int) -> None:
+    """With a GradScaler, whose scale is a power of two; sometimes a gradient overflows."""
+    if pair.dtype == torch.float16:  # which torch refuses to unscale
+        return
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed % 8), growth_interval=1) for _ in range(2)]
+    gradients(pair, seed)
+    for scaler in scalers:
+        scaler.scale(torch.ones(()))  # which makes the scale
+    if seed % 4:
+        pair.ours.speculate()
+    if seed % 3:
+        scalers[0].unscale_(pair.ours)
+    if seed % 3 == 2:
+        torch.nn.utils.clip_grad_norm_(parameters_of(pair.ours), 0.5)
+    scalers[0].step(pair.ours)
+    own = [copied for _, copied, _ in pair.rows]
+    plain = torch.optim.SGD(own)
+    if any(one.grad is not None for one in own):
+        scalers[1].unscale_(plain)
+        if seed % 3 == 2:
+            torch.nn.utils.clip_grad_norm_(own, 0.5)
+        pair.step_theirs()
+        plain.step = lambda *arguments: None  # type: ignore[method-assign]
+        scalers[1].step(plain)
+        for scaler in scalers:
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
 # -- parameters and groups ---------------------------------------------------------------------------------------------
@@ -317,6 +365,14 @@ def change_hyperparameters(pair: Pair, seed: int) -> None:
             group[key] = torch.tensor(values[seed // 12 % 3])
 
 
+@action
+def schedule(pair: Pair, seed: int) -> None:
+    if "schedulers" not in pair.kept:
+        pair.kept["schedulers"] = [lr_scheduler.StepLR(one, 1 + seed % 2, 0.5) for one in (pair.ours, pair.theirs)]
+    for scheduler in pair.kept["schedulers"]:
+        scheduler.step()
+
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +416,29 @@ def edit_state(pair: Pair, seed: int) -> None:
     if kind in (6, 7) and pair.theirs.state.get(master, None) in (None, {}):
         pair.adopt()
         pair.forget(master)
+
+
+@action
+def edit_masters(pair: Pair, seed: int) -> None:
+    """In place, and perhaps what else is in their entries; then a step of all parameters."""
+    ours, theirs = pair.ours.state, pair.theirs.state
+    pair.adopt()
+    for p, own, master in pair.rows:
+        if own is not master and ours.get(p) and "master" in ours[p]:
+            with torch.no_grad():
+                for one in (ours[p]["master"], master):
+                    one.mul_(0.5)
+            for entry in (ours[p], theirs[master]):
+                if seed % 2:
+                    entry["exp_avg"] = entry["exp_avg"] * 0.5
+                if seed // 2 % 2:
+                    entry["step"].fill_(9)
+    for place, (p, own, _) in enumerate(pair.rows):
+        p.grad, own.grad = (noise(p.shape, pair.dtype, 100 * seed + place) for _ in range(2))
+    if seed // 4 % 2:
+        pair.ours.speculate()
+    pair.ours.step()
+    pair.step_theirs(adopts=False)
 
 
 @action
