@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,30 +16,37 @@ from support.late_gradients import LateGradients, beside
 from support.overlap import ImmediateDevice, ThreadDevice
 from support.ranks import on_ranks
 from support.shards import DEVICES, ROUNDED, SHAPES, assert_same, local, parts_of, ways_to_shard, wrap
+from support.visible import bits
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.handles.gradient_handle import taken_of
+from superadam.integrations.reduced_gradients import take_reduced_gradients
 from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.slow
 
 LIMIT = 0.5
 LAYERS = tuple(SHAPES[:3])
+IS_DEEP = "SUPERADAM_DEEP" in os.environ
 
 
-def sharded(dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = LAYERS, mesh: str = "shard") -> nn.Module:
+def sharded(
+    dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = LAYERS, mesh: str = "shard", **options: Any
+) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in shapes]).to(dtype)
     ignored = {model[1].bias} if mesh == "ignored" else None
     if mesh == "tied":
         model[1].weight = model[0].weight
     modules = [model] if mesh == "tied" else [*model, model]
-    wrap(modules, mp_policy=MixedPrecisionPolicy(**ROUNDED), ignored_params=ignored, **ways_to_shard(mesh))
+    options = {"mp_policy": MixedPrecisionPolicy(**ROUNDED), **ways_to_shard(mesh), **options}
+    wrap(modules, ignored_params=ignored, **options)
     return model
 
 
@@ -54,13 +62,36 @@ def loss_of(model: Any, rank: int, step: int, micro: int, *, recomputes: bool = 
     return (values - 1).float().square().sum()
 
 
+@dataclass
+class Run:
+    """A training under way, its draws, and what it has seen; the model shows other parameters while it is gathered."""
+
+    rank: int
+    model: Any
+    optimizer: SpeculativeCPUAdamW
+    scheduler: OffloadScheduler | None
+    draws: random.Random
+    seen: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parameters: list[Any] = list(self.model.parameters())
+
+    @property
+    def gradients(self) -> list[Any]:
+        return [one.grad for one in self.parameters if one.grad is not None]
+
+    def look(self, *tensors: Tensor) -> None:
+        self.seen += [bits(local(tensor)) for tensor in tensors]
+
+
 @dataclass(frozen=True)
 class Program:
     """A training under `fully_shard`.
 
     Attributes:
         dtype, shapes, mesh: of the model, and how it lies on the ranks.
-        options: of the optimizer.
+        options, sharding: of the optimizer and of `fully_shard`.
+        reduces: whether the optimizer takes reduced gradients.
         steps, micro_batches: how many, and of each step.
         syncs: whether the gradients of each are reduced, and not those of all at once.
         announces: whether all but the last are announced to the scheduler.
@@ -68,12 +99,15 @@ class Program:
         loss_scale: whether torch scales the losses.
         clips: who clips every step, "ours" or "torch", and not only some.
         edit: what is done to the model's gradients, or to the scheduler, before a step.
+        seed: of what is drawn meanwhile.
     """
 
     dtype: torch.dtype = torch.bfloat16
     shapes: Sequence[tuple[int, int]] = LAYERS
     mesh: str = "shard"
     options: dict[str, Any] = field(default_factory=dict)
+    sharding: dict[str, Any] = field(default_factory=dict)
+    reduces: bool = False
     steps: int = 6
     micro_batches: int = 1
     syncs: bool = True
@@ -81,19 +115,21 @@ class Program:
     recomputes: bool = False
     loss_scale: bool = False
     clips: str = ""
-    edit: Callable[[Any, OffloadScheduler | None, int], object] = lambda model, scheduler, step: None
+    edit: Callable[[Run, int], object] = lambda run, step: None
+    seed: int = 0
 
 
-def edit_gradients(model: Any, scheduler: OffloadScheduler | None, step: int) -> None:
-    for parameter in model.parameters() if step % 2 else ():
+def edit_gradients(run: Run, step: int) -> None:
+    for parameter in run.parameters if step % 2 else ():
         if parameter.dim() > 1:
             local(parameter.grad).mul_(0.5)
         else:
             parameter.grad.add_(1.0)
 
 
-def edit_in_kept_memory(model: Any, scheduler: OffloadScheduler | None, step: int) -> None:
+def edit_in_kept_memory(run: Run, step: int) -> None:
     """Write to a gradient's memory, which a hook has kept, past its version counter."""
+    model = run.model
     if step == 0:
         model.kept = []
 
@@ -107,18 +143,18 @@ def edit_in_kept_memory(model: Any, scheduler: OffloadScheduler | None, step: in
     model.kept.clear()
 
 
-def place(model: Any, scheduler: OffloadScheduler | None, step: int) -> None:
-    if scheduler is not None:
-        scheduler.place(gpu_buckets=step % 3, bucket_numel=10 + 10 * (step % 2))
+def place(run: Run, step: int) -> None:
+    if run.scheduler is not None:
+        run.scheduler.place(gpu_buckets=step % 3, bucket_numel=10 + 10 * (step % 2))
 
 
-def freeze(model: Any, scheduler: OffloadScheduler | None, step: int) -> None:
+def freeze(run: Run, step: int) -> None:
     """Train a matrix in every other two steps."""
-    model[1].weight.requires_grad_(step % 4 > 1)
+    run.model[1].weight.requires_grad_(step % 4 > 1)
 
 
-def sum_of_all_ranks(model: Any, scheduler: OffloadScheduler | None, step: int) -> None:
-    distributed.all_reduce(model[1].bias.grad)
+def sum_of_all_ranks(run: Run, step: int) -> None:
+    distributed.all_reduce(run.model[1].bias.grad)
 
 
 FP32 = torch.float32
@@ -146,17 +182,118 @@ PROGRAMS = {
 }
 
 
-def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor], list[StepKind]]:
-    """Return all values, and what became of each step; some are clipped, and one gradient is NaN on one rank."""
-    model: Any = sharded(program.dtype, program.shapes, program.mesh)
+Action = Callable[[Run, Any, float], object]
+"""Does something with a parameter and a factor."""
+
+
+def spoil(run: Run, one: Any, factor: float) -> None:
+    part = local(one.grad)
+    if part.numel() and run.rank == (factor > 1):  # on one rank only
+        part.view(-1)[0] = math.nan
+
+
+def clip(run: Run, one: Any, factor: float, **options: Any) -> None:
+    norm: Any = nn.utils.clip_grad_norm_(run.parameters, factor, **options)
+    run.look(norm.full_tensor() if run.gradients else norm)
+
+
+def save_sharded(run: Run, one: Any, factor: float) -> None:
+    for module in run.model.modules():
+        if isinstance(module, FSDPModule):  # torch cannot save what an evaluation has left gathered
+            module.reshard()
+    if all(parameter.requires_grad for parameter in run.parameters):
+        get_optimizer_state_dict(run.model, run.optimizer)
+
+
+def edit_state(run: Run, one: Any, factor: float) -> None:
+    for moment in ("exp_avg", "exp_avg_sq") if run.optimizer.state.get(one) else ():
+        local(run.optimizer.state[one][moment]).mul_(factor)
+
+
+def look_at_everything(run: Run, one: Any, factor: float) -> None:
+    entries = [entry for entry in map(run.optimizer.state.get, run.parameters) if entry]
+    # Beside a simulated link, fp32 parameters have masters, too.
+    state = [entry[key] for entry in entries for key in sorted(entry) if key != "master"]
+    run.look(*run.gradients, *run.parameters, *state)
+
+
+ACTIONS: dict[str, Action] = {
+    "multiply a part": lambda run, one, factor: local(one.grad).mul_(factor),
+    "multiply a gradient": lambda run, one, factor: one.grad.mul_(factor),
+    "multiply all gradients": lambda run, one, factor: run.gradients and torch._foreach_mul_(run.gradients, factor),
+    "add to a gradient": lambda run, one, factor: one.grad.add_(factor),
+    "drop a gradient": lambda run, one, factor: setattr(one, "grad", None),
+    "replace a gradient": lambda run, one, factor: setattr(one, "grad", one.grad.clone() * factor),
+    "zero a gradient": lambda run, one, factor: one.grad.zero_(),
+    "NaN on one rank": spoil,
+    "gather a gradient": lambda run, one, factor: run.look(one.grad.full_tensor()),
+    "norms of parts": lambda run, one, factor: run.look(*(local(gradient).norm() for gradient in run.gradients)),
+    "clip": clip,
+    "clip one by one": lambda run, one, factor: clip(run, one, factor, foreach=False),
+    "clip by the optimizer": lambda run, one, factor: run.look(run.optimizer.clip_grad_norm_(factor)),
+    "change the limit": lambda run, one, factor: setattr(run.optimizer, "max_grad_norm", factor),
+    "change the rate": lambda run, one, factor: run.optimizer.param_groups[0].update(lr=0.01 * factor),
+    "edit state": edit_state,
+    "write a parameter": lambda run, one, factor: one.mul_(0.9),
+    "write a part": lambda run, one, factor: local(one).mul_(0.9),
+    "freeze or not": lambda run, one, factor: [
+        other.requires_grad_(not other.requires_grad) for other in run.parameters[1::2]
+    ],
+    "roll back": lambda run, one, factor: run.optimizer.rollback(),
+    "commit": lambda run, one, factor: run.optimizer.commit(),
+    "step": lambda run, one, factor: run.optimizer.step(),
+    "look at everything": look_at_everything,
+    "load what is saved": lambda run, one, factor: run.optimizer.load_state_dict(run.optimizer.state_dict()),
+    "save sharded": save_sharded,
+    "evaluate": lambda run, one, factor: run.model(torch.ones(2, 4, dtype=one.dtype)),
+    "change buckets": lambda run, one, factor: run.scheduler and run.scheduler.place(bucket_numel=round(20 * factor)),
+}
+
+
+def act(run: Run, step: int) -> None:
+    """Do up to two of these to parameters that have gradients."""
+    for _ in range(run.draws.choice([0, 1, 2, 2])):
+        name, one, factor = map(run.draws.choice, ([*ACTIONS], run.parameters, [0.3, 0.5, 2.0]))
+        if one.grad is not None:
+            run.seen.append(name)
+            with torch.no_grad():
+                ACTIONS[name](run, one, factor)
+
+
+def drawn(seed: int) -> Program:
+    draws = random.Random(seed)
+    widths = [4, *(draws.choice([1, 3, 4, 7, 8, 9, 16]) for _ in range(draws.randint(2, 5)))]
+    numbers = {"lr": 10 ** draws.uniform(-3, -1), "weight_decay": draws.choice([0.0, 0.1])}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=draws.choice([torch.float32, None]))
+    return Program(
+        dtype=draws.choice([torch.float32, torch.bfloat16, torch.bfloat16]),
+        shapes=list(itertools.pairwise(widths)),
+        options={**numbers, "amsgrad": draws.random() < 0.3, "maximize": draws.random() < 0.1},
+        sharding={"mp_policy": policy, "reshard_after_forward": draws.random() < 0.7},
+        reduces=seed % 2 == 1,
+        steps=8,
+        micro_batches=draws.choice([1, 1, 2, 3]),
+        syncs=draws.random() < 0.6,
+        announces=draws.random() < 0.3,
+        edit=act,
+        seed=seed,
+    )
+
+
+def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor], list[Any]]:
+    """Return all values, and what was seen of each step; some are clipped, and one gradient is NaN on one rank."""
+    model: Any = sharded(program.dtype, program.shapes, program.mesh, **program.sharding)
     optimizer = SpeculativeCPUAdamW(model.parameters(), **{"lr": 1e-2, **program.options})
+    if program.reduces:
+        take_reduced_gradients(optimizer, model)
     scheduler, kept = None, 0
     if where is not None:
         device, kept = DEVICES[where]()
         options: dict[str, Any] = {"device": device, "gpu_buckets": kept}
         scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=8, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=program.loss_scale)
-    kinds = []
+    run = Run(rank, model, optimizer, scheduler, random.Random(program.seed))
+    is_drawn = program.edit is act
     for step in range(program.steps):
         for micro in range(program.micro_batches):
             is_last = micro == program.micro_batches - 1
@@ -166,17 +303,23 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
             with scheduler.accumulate() if is_announced else nullcontext():
                 loss = loss_of(model, rank, step, micro, recomputes=program.recomputes)
                 scaler.scale(loss).backward()
-        program.edit(model, scheduler, step)
-        if (step % 5 == 4 or program.clips == "torch") and program.mesh != "ignored":  # torch cannot do that
+        program.edit(run, step)
+        is_clipped = step % 5 == 4 or program.clips == "torch"
+        if is_clipped and program.mesh != "ignored" and not is_drawn:  # torch cannot clip where some are not sharded
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-        if step == program.steps - 3 and rank == 1:
+        if step == program.steps - 3 and rank == 1 and not is_drawn:
             local(model[0].weight.grad).view(-1)[0] = math.nan
-        optimizer.max_grad_norm = LIMIT if step % 3 == 1 or program.clips == "ours" else None
+        if not is_drawn:
+            optimizer.max_grad_norm = LIMIT if step % 3 == 1 or program.clips == "ours" else None
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        kinds.append(optimizer.last_outcome.kind)
-    if scheduler is not None:
+        if not is_drawn or run.draws.random() < 0.9:  # else gradients are added to
+            optimizer.zero_grad(set_to_none=not is_drawn or run.draws.random() < 0.9)
+        outcome = optimizer.last_outcome
+        # Of gradients that torch has scaled, the norm is told times the factor, or that of products rounded to bf16.
+        norm = outcome.grad_norm if scheduler is not None else pytest.approx(outcome.grad_norm, rel=2**-9, nan_ok=True)
+        run.seen += [outcome.kind, outcome.clip_coefficient, norm]
+    if scheduler is not None and not is_drawn:
         assert scheduler.statistics.buckets > program.steps
         assert program.edit is place or (scheduler.statistics.resident_buckets > 0) is (kept > 0)
         assert program.edit is not edit_gradients or scheduler.statistics.given_back_gradients > 0
@@ -185,23 +328,35 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
             assert optimizer.statistics.accepted > 0
             patched = optimizer.statistics.patched  # each rank predicts from its own parts
             assert patched > 5 or kept or not program.clips, (where, patched)
+    if scheduler is not None:
         scheduler.close()
-    return parts_of(model, optimizer), kinds
+    return parts_of(model, optimizer), run.seen
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks(2)
 def test_program_has_the_bits_of_training_without_a_scheduler(rank, name):
     """The first two in each of the three settings, which take turns for the others."""
-    parts, kinds = trained(rank, PROGRAMS[name], None)
+    parts, seen = trained(rank, PROGRAMS[name], None)
     # A scaled loss skips steps by itself, and some clip them all.
-    assert set(kinds) == set(StepKind) or PROGRAMS[name].loss_scale or PROGRAMS[name].clips
+    assert all(kind in seen for kind in StepKind) or PROGRAMS[name].loss_scale or PROGRAMS[name].clips
     number = [*PROGRAMS].index(name)
     settings = [where for where in DEVICES if where != "host" or PROGRAMS[name].edit is not place]
-    count = len(settings) if "SUPERADAM_DEEP" in os.environ or number < 2 else 1
+    count = len(settings) if IS_DEEP or number < 2 else 1
     for where in itertools.islice(itertools.cycle(settings), number, number + count):
         found, told = trained(rank, PROGRAMS[name], where)
-        assert told == kinds
+        assert told == seen
+        assert_same(found, parts)
+
+
+@pytest.mark.parametrize("seed", range(240 if IS_DEEP else 6))
+@on_ranks(2)
+def test_drawn_program_has_the_bits_of_training_without_a_scheduler(rank, seed):
+    parts, expected = trained(rank, drawn(seed), None)
+    for where in DEVICES:
+        found, seen = trained(rank, drawn(seed), where)
+        for place, pair in enumerate(zip(seen, expected, strict=True)):
+            assert pair[0] == pair[1], f"{where}, after {[one for one in expected[:place] if isinstance(one, str)]}"
         assert_same(found, parts)
 
 
