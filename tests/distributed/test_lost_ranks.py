@@ -208,16 +208,10 @@ def test_lost_ranks_are_noticed(tmp_path):
     losses = [
         *(("kill", "", *one) for one in (KILLED if IS_DEEP else KILLED[1::3])),
         *(("stop", "", *one) for one in (STOPPED if IS_DEEP else STOPPED[2::3])),
-        *(one for one in (FAILED if IS_DEEP else FAILED[::2])),
+        *(FAILED if IS_DEEP else FAILED[::2]),
     ]
     cases = [
-        {
-            "folder": str(tmp_path / str(number)),
-            "overlaps": overlaps,
-            "place": place,
-            "act": act,
-            "victims": victims,
-        }
+        {"folder": str(tmp_path / str(number)), "overlaps": overlaps, "place": place, "act": act, "victims": victims}
         for number, (act, _, overlaps, place, *victims) in enumerate(losses)
     ]
     for case, (_, words, *_), endings in zip(cases, losses, run_apart(train, 2, cases), strict=True):

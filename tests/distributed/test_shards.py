@@ -149,31 +149,6 @@ def test_state_that_is_held_shows_every_step(rank):
 
 
 @on_ranks(2)
-def test_state_that_is_edited_during_speculation(rank):
-    """Through the DTensor, whose version alone counts that, through its part, and by another DTensor in its place."""
-    whole = [("whole", key) for key in ("exp_avg", "exp_avg_sq", "master")]
-    for edit, key in [*whole, ("part", "exp_avg"), ("other", "exp_avg")]:
-        states = []
-        for is_speculative in (True, False):
-            model, one = made(torch.bfloat16)
-            train(model, one, rank, range(2))
-            backward(model, rank, 2)
-            if is_speculative:
-                one.speculate()
-            entry = one.state[model.first.weight]
-            with torch.no_grad():
-                if edit == "whole":
-                    entry[key].mul_(5)
-                elif edit == "part":
-                    entry[key].to_local().mul_(5)
-                else:
-                    entry[key] = entry[key] * 5
-            one.step()
-            states.append(state_of(one))
-        assert states[0] == states[1]
-
-
-@on_ranks(2)
 def test_one_rank_alone_reads_and_writes(rank):
     """Nothing but a step and a norm is asked of other ranks."""
     model, optimizer = made(torch.bfloat16)
