@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from threading import Event
 from typing import Any
 from unittest import mock
@@ -100,20 +101,12 @@ def planted(place: str, act: Callable[[], object], is_armed: Event) -> Iterator[
         yield
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def fail() -> None:
-    raise ValueError("planted")
-
-
-def run_out() -> None:
-    raise torch.OutOfMemoryError("planted")
+ACTS: dict[str, Callable[[], object]] = {
+    "kill": partial(signal.raise_signal, signal.SIGKILL),
+    "stop": partial(signal.raise_signal, signal.SIGSTOP),
+    "fail": mock.Mock(side_effect=ValueError("planted")),
+    "run_out": mock.Mock(side_effect=torch.OutOfMemoryError("planted")),
+}
 
 
 # ---- a program -------------------------------------------------------------------------------------------------------
@@ -128,7 +121,7 @@ def train(rank: int, folder: str, overlaps: bool, place: str, act: str, victims:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: in_own_hook(parameter))
     is_armed = Event()
-    lost = planted(place, globals()[act], is_armed) if rank in victims else nullcontext()
+    lost = planted(place, ACTS[act], is_armed) if rank in victims else nullcontext()
     options: dict[str, Any] = {"num_threads": 1, "bucket_numel": 8, "device": ThreadDevice()}
     with lost, OffloadScheduler(optimizer, model, **options) if overlaps else nullcontext():
         for step in range(STEPS):

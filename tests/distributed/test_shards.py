@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from superadam import SpeculativeCPUAdamW, StepKind
-from superadam.distributed import shards
 
 pytestmark = pytest.mark.slow
 
@@ -339,22 +338,3 @@ def test_parameters_that_are_not_summed_are_refused(rank):
         partial = nn.Parameter(DTensor.from_local(torch.ones(3), where, placements))
         with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is placed .* expected Shard or Replicate"):
             SpeculativeCPUAdamW([partial])
-
-
-# -- what is known of DTensor and not documented -----------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_where_writes_to_a_dtensor_count(rank):
-    parameter = nn.Parameter(distribute_tensor(torch.ones(3, 2, dtype=torch.bfloat16), init_device_mesh("cpu", (2,))))
-    with torch.no_grad():
-        part = shards.local_of(parameter)
-        # An operation on the DTensor counts there, one on the part in the part, and one on a list nowhere: see README.
-        for write, where in (
-            (lambda: parameter.add_(1), (1, 0)),
-            (lambda: parameter.to_local().add_(1), (0, 1)),
-            (lambda: torch._foreach_add_([parameter], 1), (0, 0)),
-        ):
-            versions = parameter._version, part._version
-            write()
-            assert (parameter._version - versions[0], part._version - versions[1]) == where

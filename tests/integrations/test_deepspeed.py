@@ -173,20 +173,18 @@ def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes
     Model().load_state_dict(found)
 
 
-def masters_of_replicas(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_names_are_those_of_the_model_that_is_wrapped(rank, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer = training()
     wrapped = torch.compile(DistributedDataParallel(torch.compile(model)))
     deepspeed.load(DATA / "zero3-2", wrapped, optimizer)
-    deepspeed.save_fp32(folder, wrapped, optimizer)
-
-
-def test_names_are_those_of_the_model_that_is_wrapped(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    run(masters_of_replicas, 2, folder=str(tmp_path / "model"))
+    deepspeed.save_fp32(tmp_path / "model", wrapped, optimizer)
     Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
 
 
-def masters_without_memory(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(rank, tmp_path):
     model, optimizer = continued("zero3-2", is_sharded=True)
     gather, left = fp32_weights._whole, [3]
 
@@ -200,11 +198,8 @@ def masters_without_memory(rank: int, folder: str) -> None:
     refusal = pytest.raises(CheckpointError, match=r"MemoryError: planted \(on rank 0\); nothing was written")
     with pytest.MonkeyPatch.context() as patch, refusal:
         patch.setattr(fp32_weights, "_whole", gather_some)
-        deepspeed.save_fp32(folder, model, optimizer)
-
-
-def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(tmp_path):
-    run(masters_without_memory, 2, folder=str(tmp_path / "model"))
+        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    dist.barrier()
     assert os.listdir(tmp_path) == []
 
 
