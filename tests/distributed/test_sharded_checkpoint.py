@@ -4,7 +4,6 @@ Also of saves beside training.
 """
 
 import contextlib
-import json
 import os
 import resource
 import shutil
@@ -20,7 +19,6 @@ import torch
 from support import ranks
 from support.shards import model_of, wrap
 from support.visible import content
-from support.waiting import wait_until
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -379,48 +377,6 @@ def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments, master, tmp
     for seed, saved in enumerate(found):
         train_compact(model, optimizer, range(3 * seed, 3 * seed + 3))
         assert content(model, optimizer) == saved
-
-
-def be_a_job(rank: int, folder: str, job: str, other: str) -> tuple[list[str], str]:
-    """Begin a run and save it, together with the other job; return what was saved and refused."""
-    model, optimizer = make()
-    assert latest(Path(folder, "run")) is None
-    Path(folder, f"{job}-{rank}").touch()
-    for one in (0, 1):
-        wait_until(Path(folder, f"{other}-{one}").exists)
-    saved = []
-    for number in range(4):
-        train(model, optimizer, number)
-        try:
-            saved.append(save(Path(folder, "run"), model, optimizer, extra={"job": job, "number": number}).name)
-        except CheckpointError as error:
-            return saved, str(error)
-    return saved, ""
-
-
-def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(tmp_path):
-    cases = [{"folder": str(tmp_path), "job": one, "other": other} for one, other in ("ab", "ba")]
-    endings = ranks.run_apart(be_a_job, 2, cases)
-    results = []
-    for of_ranks in endings:
-        assert [ending.status for ending in of_ranks] == [0, 0], endings
-        assert of_ranks[0].result == of_ranks[1].result
-        results.append(of_ranks[0].result)
-    lost, won = sorted(results, key=lambda result: len(result[0]))
-    assert won == ([f"save-{number:08}" for number in range(1, 5)], "")
-    assert lost[0] == []
-    assert lost[1].startswith(f"cannot save a checkpoint to {tmp_path / 'run'}: it holds save-")
-    assert "which was neither loaded into this optimizer nor saved from it" in lost[1]
-    winner = "ab"[results.index(won)]
-    for number, loaded in enumerate(ranks.run(load_all, 2, folder=str(tmp_path / "run"))[0]):
-        assert loaded == {"job": winner, "number": number + 2}
-    runs = [json.loads(path.read_bytes())["run"] for path in (tmp_path / "run").glob("save-*/manifest.json")]
-    assert len(runs) == 2
-    assert len(set(runs)) == 1
-
-
-def load_all(rank: int, *, folder: str) -> list[Any]:
-    return [load(path, *make()) for path in sorted(Path(folder).glob("save-*"))]
 
 
 HERE = "/proc/self/cwd/run"

@@ -129,18 +129,19 @@ def test_interrupt_at_any_line_leaves_no_lock(tmp_path, monkeypatch):
     assert interrupt_at_each_line(work, lambda code: code.co_filename in files) > 50
 
 
-def test_save_waits_for_the_end_of_another_one(tmp_path):
+def test_save_waits_for_the_end_of_another_one_and_is_refused_over_it(tmp_path):
     """Which is that of its process, though a child of it may still have the file open."""
     reading, writing = os.pipe()
     has_ended = mmap.mmap(-1, 1)  # which both processes see
 
     def save_slowly():
-        with begun(tmp_path, ()):
+        with begun(tmp_path, ()) as part:
             child = os.fork()
             if child == 0:
                 time.sleep(60)
             os.write(writing, str(child).encode())
             time.sleep(0.3)
+            checkpoint_folder.publish(part, {}, 1, set())
             has_ended[0] = 1
 
     process = os.fork()  # by the main thread: a lock that another one held would never be released there
@@ -151,7 +152,8 @@ def test_save_waits_for_the_end_of_another_one(tmp_path):
             os._exit(0)
     child = int(os.read(reading, 10))
     try:
-        save(tmp_path)
+        with pytest.raises(CheckpointError, match="it holds save-00000001, which was neither loaded"):
+            save(tmp_path)
         assert has_ended[0]
     finally:
         os.kill(child, signal.SIGKILL)
