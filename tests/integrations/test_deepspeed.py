@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,17 +268,16 @@ def changed_model(change: Any) -> Any:
     return write
 
 
+def changed_shapes(change: Any) -> Any:
+    return changed_model(lambda content: change(*content["param_shapes"]))
+
+
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no optimizer": ("zero2-2", "*optim*", Path.unlink, r"no files \*optim_states.pt, expected a checkpoint of ZeRO"),
     "no model": ("zero2-2", "*model_states*", Path.unlink, r"no files \*model_states.pt"),
     "a rank is missing": ("zero3-2", "*rank_1_mp_rank_00_optim*", Path.unlink, "optim_states of 1 ranks, expected 2"),
     "latest lies": ("zero2-2", "latest", lambda path: path.write_text("gone"), "No such file"),
-    "cut off": (
-        "zero2-1",
-        "*optim*",
-        lambda path: path.write_bytes(path.read_bytes()[:900]),
-        "optim_states.pt is damaged",
-    ),
+    "cut off": ("zero2-1", "*optim*", lambda path: os.truncate(path, 900), "optim_states.pt is damaged"),
     "cut later": ("zero2-1", "*optim*", lambda path: os.truncate(path, 5000), "optim_states.pt is damaged"),
     "a pipe": ("zero2-1", "*model*", lambda path: path.unlink() or os.mkfifo(path), "model_states.pt is damaged"),
     "tensor parallel": (
@@ -292,37 +292,26 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         changed_model(lambda content: content.pop("param_shapes")),
         r"another layout than DeepSpeed 0.19.8 writes \(KeyError\('param_shapes'\)\), convert it",
     ),
-    "another name": (
-        "zero2-1",
-        "*model*",
-        changed_model(lambda content: content["param_shapes"][0].update(other=torch.Size([1]))),
-        "it has other, which the model lacks",
-    ),
-    "another shape": (
-        "zero2-1",
-        "*model*",
-        changed_model(lambda content: content["param_shapes"][0].update({"up.weight": torch.Size([5, 9])})),
-        r"up.weight is of shape \(5, 9\) in it, expected \(9, 5\) as in the model",
-    ),
-    "untrained": (
-        "zero2-1",
-        "*model*",
-        changed_model(lambda content: content["param_shapes"][1].pop("up.bias")),
-        "no state of up.bias, which the optimizer trains",
-    ),
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
-    "a moment is text": (
-        "zero3-2",
-        "exp_avg.pt",
-        lambda path: torch.save({"param": "none"}, path),
-        "exp_avg.pt holds str, expected a tensor; it is damaged",
-    ),
-    "a moment is short": (
-        "zero3-2",
-        "exp_avg.pt",
-        lambda path: torch.save(torch.zeros(1), path),
-        "embed.weight has 1 elements in it, expected 35; it is damaged",
-    ),
+    **{
+        name: ("zero2-1", "*model*", changed_shapes(change), sentence)
+        for name, change, sentence in (
+            ("another name", lambda first, _: first.update(other=torch.Size([1])), "has other, which the model lacks"),
+            (
+                "another shape",
+                lambda first, _: first.update({"up.weight": torch.Size([5, 9])}),
+                r"up.weight is of shape \(5, 9\) in it, expected \(9, 5\) as in the model",
+            ),
+            ("untrained", lambda _, second: second.pop("up.bias"), "no state of up.bias, which the optimizer trains"),
+        )
+    },
+    **{
+        name: ("zero3-2", "exp_avg.pt", partial(torch.save, content), f"{sentence}; it is damaged")
+        for name, content, sentence in (
+            ("a moment is text", {"param": "none"}, "exp_avg.pt holds str, expected a tensor"),
+            ("a moment is short", torch.zeros(1), "embed.weight has 1 elements in it, expected 35"),
+        )
+    },
 }
 
 
