@@ -42,9 +42,6 @@ ONE_NODE, TWO_NODES = (
 
 # ---- what each rank does ---------------------------------------------------------------------------------------------
 
-Note = tuple[int, str, list[str]]
-"""Rank, what was done, and with what."""
-
 
 def train(rank: int, *, folder: str, seed: int = 0, kills: int = 0) -> None:
     """Train to the end, from the newest checkpoint, and note all that is done; last a digest of this rank's parts.
@@ -92,8 +89,8 @@ def train(rank: int, *, folder: str, seed: int = 0, kills: int = 0) -> None:
     note("end", digest_of(model, optimizer))
 
 
-def notes_of(folder: Path) -> list[Note]:
-    """Return all whole lines of a log."""
+def notes_of(folder: Path) -> list[tuple[int, str, list[str]]]:
+    """Return all whole lines of a log: a rank, what it did, and with what."""
     text = (folder / "log").read_text() if (folder / "log").exists() else ""
     lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [(int(rank), what, words) for rank, what, *words in lines]

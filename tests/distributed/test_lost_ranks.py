@@ -1,6 +1,5 @@
 """Ranks that are killed, stopped or fail: the others end with an error that says so."""
 
-import itertools
 import os
 import re
 import signal
@@ -39,9 +38,6 @@ preload("superadam.integrations.distributed_checkpoint")
 
 STEPS = 3
 """Ranks are lost in the last one, or in the save after it."""
-
-WIDTHS = [7, 5, 9]
-"""Of layers with uneven parts."""
 
 SECONDS = 3
 """The group's timeout, once a rank is about to be stopped; ranks that a loaded machine slows down end with its error,
@@ -115,7 +111,7 @@ ACTS: dict[str, Callable[[], object]] = {
 def train(rank: int, folder: str, overlaps: bool, place: str, act: str, victims: Sequence[int]) -> None:
     """Train, and save; victims act at a place."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*[nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)]).bfloat16()
+    model: Any = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 9)).bfloat16()  # with uneven parts
     wrap([*model, model], mp_policy=MixedPrecisionPolicy(**ROUNDED))
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     for parameter in model.parameters():
@@ -132,7 +128,7 @@ def train(rank: int, folder: str, overlaps: bool, place: str, act: str, victims:
                 is_armed.set()
             for micro in range(2):
                 generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-                inputs = torch.randn(3, WIDTHS[0], generator=generator).bfloat16()
+                inputs = torch.randn(3, 7, generator=generator).bfloat16()
                 (model(inputs) - 1).float().square().sum().backward()
             in_own_code()
             optimizer.step()

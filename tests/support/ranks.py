@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+import itertools
 import multiprocessing
 import os
 import signal
@@ -63,21 +64,16 @@ class _Worker:
 
 _ranks: list[_Worker] = []
 
-MOST_THREADS = 24
-"""Of a process that stays: gloo's threads outlive their groups, and go on looking for something to do."""
+MOST_RUNS = 8
+"""Of processes that stay: gloo's threads outlive their groups, and go on looking for something to do."""
+
+_runs = itertools.count(1)
 
 
 def end_workers(first: int = 0) -> None:
     """End the processes that stay."""
     while len(_ranks) > first:
         _ranks.pop().process.kill()
-
-
-def _threads_of(rank: _Worker) -> int:
-    try:
-        return len(os.listdir(f"/proc/{rank.process.pid}/task"))
-    except OSError:  # not on Linux, or it has ended
-        return 0
 
 
 def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
@@ -109,7 +105,7 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     ended = [rank for rank in range(ranks) if results[rank] == ENDED or isinstance(results[rank], RankError)]
     if ended:
         end_workers(ended[0])  # the later ones, too: torch remembers which rank a process was
-    if max(map(_threads_of, _ranks), default=0) > MOST_THREADS:
+    if next(_runs) % MOST_RUNS == 0:
         end_workers()
     failures = [f"rank {rank}: {result}" for rank, result in sorted(results.items()) if isinstance(result, RankError)]
     if failures:
