@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -430,3 +431,20 @@ def test_sums_of_micro_batches_stay_in_fp32(rank, micro_batches):
             assert torch.equal(taken.pending, total)
         loss_of(model, rank, 0, 2).backward()
         optimizer.step()
+
+
+@on_ranks(2)
+def test_what_a_hook_raises_is_told_once_by_step_on_every_rank(rank):
+    model = sharded(torch.float32)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8) as scheduler:
+        before = parts_of(model, optimizer)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(scheduler._transfers, "download", Mock(side_effect=RuntimeError("planted")))
+            loss_of(model, rank, 1, 0).backward()
+            with pytest.raises(RuntimeError, match="planted" if rank == 0 else r"step\(\) failed on ranks \[0\]"):
+                optimizer.step()
+        assert_same(parts_of(model, optimizer), before)
+        optimizer.step()
+        assert optimizer.statistics.steps == 1
