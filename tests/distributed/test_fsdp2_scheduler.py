@@ -5,7 +5,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import take_reduced_gradients
@@ -44,7 +44,9 @@ def sharded(
     ignored = {model[1].bias} if mesh == "ignored" else None
     if mesh == "tied":
         model[1].weight = model[0].weight
-    modules = [model] if mesh == "tied" else [*model, model]
+    if mesh == "coarse":
+        model.unused = nn.Parameter(torch.ones(5, dtype=dtype))
+    modules = {"tied": [model], "coarse": [model[0], model]}.get(mesh, [*model, model])
     options = {"mp_policy": MixedPrecisionPolicy(**ROUNDED), **ways_to_shard(mesh), **options}
     wrap(modules, ignored_params=ignored, **options)
     return model
@@ -52,7 +54,7 @@ def sharded(
 
 def loss_of(model: Any, rank: int, step: int, micro: int, *, recomputes: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-    values = torch.randn(3, model[0].in_features, generator=generator).to(torch.bfloat16)
+    values = torch.randn(3, model[0].in_features, generator=generator).bfloat16().to(model[0].weight.dtype)
     if recomputes:
         values.requires_grad_()
         for layer in model:
@@ -68,7 +70,7 @@ class Run:
 
     rank: int
     model: Any
-    optimizer: SpeculativeCPUAdamW
+    optimizer: SpeculativeCPUAdam
     scheduler: OffloadScheduler | None
     draws: random.Random
     deck: Iterator[str]
@@ -91,7 +93,8 @@ class Program:
 
     Attributes:
         dtype, shapes, mesh: of the model, and how it lies on the ranks.
-        options, sharding: of the optimizer and of `fully_shard`.
+        kind, options, sharding: of the optimizer and of `fully_shard`.
+        has_groups: whether every other parameter has twice the learning rate.
         reduces: whether the optimizer takes reduced gradients.
         steps, micro_batches: how many, and of each step.
         syncs: whether the gradients of each are reduced, and not those of all at once.
@@ -106,6 +109,8 @@ class Program:
     dtype: torch.dtype = torch.bfloat16
     shapes: Sequence[tuple[int, int]] = LAYERS
     mesh: str = "shard"
+    kind: type[SpeculativeCPUAdam] = SpeculativeCPUAdamW
+    has_groups: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     sharding: dict[str, Any] = field(default_factory=dict)
     reduces: bool = False
@@ -268,12 +273,18 @@ def drawn(seed: int) -> Program:
     draws = random.Random(seed)
     widths = [4, *(draws.choice([1, 3, 4, 7, 8, 9, 16]) for _ in range(draws.randint(2, 5)))]
     numbers = {"lr": 10 ** draws.uniform(-3, -1), "weight_decay": draws.choice([0.0, 0.1])}
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=draws.choice([torch.float32, None]))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=draws.choice([torch.float32, None]))
     return Program(
         dtype=draws.choice([torch.float32, torch.bfloat16, torch.bfloat16]),
         shapes=list(itertools.pairwise(widths)),
+        mesh=draws.choice(["shard", "coarse"]),
+        kind=draws.choice([SpeculativeCPUAdamW, SpeculativeCPUAdam]),
+        has_groups=draws.random() < 0.5,
         options={**numbers, "amsgrad": draws.random() < 0.3, "maximize": draws.random() < 0.1},
-        sharding={"mp_policy": policy, "reshard_after_forward": draws.random() < 0.7},
+        sharding={
+            "mp_policy": mixed if draws.random() < 0.7 else MixedPrecisionPolicy(),
+            "reshard_after_forward": draws.random() < 0.7,
+        },
         reduces=seed % 2 == 1,
         steps=8,
         micro_batches=draws.choice([1, 1, 2, 3]),
@@ -287,14 +298,17 @@ def drawn(seed: int) -> Program:
 def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor], list[Any]]:
     """Return all values, and what was seen of each step; some are clipped, and one gradient is NaN on one rank."""
     model: Any = sharded(program.dtype, program.shapes, program.mesh, **program.sharding)
-    optimizer = SpeculativeCPUAdamW(model.parameters(), **{"lr": 1e-2, **program.options})
+    lr, parameters = program.options.get("lr", 1e-2), [*model.parameters()]
+    groups = [{"params": parameters[::2], "lr": 2 * lr}, {"params": parameters[1::2]}]
+    optimizer = program.kind(groups if program.has_groups else parameters, **{**program.options, "lr": lr})
     scheduler, kept = None, 0
     if where is not None:
         device, kept = DEVICES[where]()
         options: dict[str, Any] = {"device": device, "gpu_buckets": kept}
         scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=8, **options)
-    if program.reduces:
-        take_reduced_gradients(optimizer, model)
+    with suppress(ValueError):  # nothing of this model is rounded
+        if program.reduces:
+            take_reduced_gradients(optimizer, model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=program.loss_scale)
     draws = random.Random(program.seed)
     dealt = random.Random(program.seed // SEEDS).sample([*ACTIONS], len(ACTIONS))
