@@ -162,19 +162,13 @@ def test_bytes_per_element():
         assert bytes_per_element(which, Dtype.FLOAT32, Dtype.BFLOAT16) == size
     assert bytes_per_element(Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE) == 26
     assert bytes_per_element(Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64) == 64
-    others = {  # than the state, and how often that is read or written
-        Pass.NORM: (2, 0),
-        Pass.SPECULATE: (4, 1),
-        Pass.COMMIT: (2, 2),
-        Pass.COMMIT_AND_SPECULATE: (6, 2),
-        Pass.UPDATE: (4, 2),
-    }
+    others = (2, 4, 2, 6, 4)  # than the state
+    times = (0, 1, 2, 2, 2)  # the state is read or written
     for form in FORMATS:
         arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, form)
-        named = {name: array.nbytes / NUMEL for name, array in arrays.items()}
-        state = sum(size for name, size in named.items() if name not in ("gradient", "accepted_gradient", "out"))
-        for which, (other, times) in others.items():
-            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + times * state
+        state = sum(array.nbytes / NUMEL for name, array in arrays.items() if name in (*STATE, *PLANES))
+        for which, other, count in zip(of_the_design, others, times, strict=True):
+            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + count * state
         assert arrays.coefficients["turn"] != 0
 
 

@@ -79,7 +79,7 @@ WRONG = {
     "plan": "superadam plan needs a MODEL, a preset such as phi-4; name one",
     **{f"plan ./{name}": words for name, (_, words) in MODELS.items()},
     "plan nobody/nothing-here": "nobody/nothing-here is no preset",
-    "plan phi-4 --machine abacus": "there is no machine abacus, expected a file or one of",
+    "plan phi-4 --machine abacus": "there is no machine abacus, expected a file or one of gb200, gh200",
     "plan phi-4 --machine two\nlines": "there is no machine two lines, expected a file",
     "plan phi-4 --clipped 2": "",
     "plan phi-4 --batch 0": "",

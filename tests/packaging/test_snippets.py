@@ -122,13 +122,6 @@ def test_python_blocks_run_as_printed(page, tmp_path):
         exec(compile(block.text, str(page), "exec"), names)
 
 
-def test_trainer_of_the_readme_has_the_learning_rate_of_its_arguments(tmp_path):
-    (block,) = [block for block in blocks_of(ROOT / "README.md") if block.given == "trainer"]
-    names = trainer(tmp_path)
-    exec(block.text, names)
-    assert names["trainer"].optimizer.param_groups[0]["initial_lr"] == names["arguments"].learning_rate
-
-
 @named(PAGES)
 def test_commands_exist(page):
     consoles = [block.text for block in blocks_of(page) if block.language == "console"]
