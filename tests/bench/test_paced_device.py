@@ -63,22 +63,16 @@ def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeyp
     assert device.own_seconds == 4.0
 
 
-def test_work_returns_at_once_and_takes_its_time_one_thing_after_another():
+def test_work_returns_at_once_and_an_event_passes_with_what_was_before_it():
     device, clock = clocked()
     device.spend(Stream.CURRENT, 2.0, "forward")
-    first = device.record(Stream.CURRENT)
+    event = device.record(Stream.CURRENT)
     device.spend(Stream.CURRENT, 3.0, "backward")
-    second = device.record(Stream.CURRENT)
-    assert clock.now == 100.0
-    assert (first.passed_at(), second.passed_at()) == (102.0, 105.0)
-    assert not first.query()
-    clock.now = 102.0
-    assert first.query()
-    assert not second.query()
-    second.synchronize()
-    assert (clock.slept, clock.now) == ([3.0], 105.0)
-    first.synchronize()
-    assert clock.slept == [3.0]
+    assert (clock.now, event.passed_at(), event.query()) == (100.0, 102.0, False)
+    event.synchronize()
+    assert (clock.now, event.query()) == (102.0, True)
+    event.synchronize()
+    assert clock.slept == [2.0]
 
 
 ACTIONS = st.one_of(
