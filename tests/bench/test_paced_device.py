@@ -1,7 +1,6 @@
 """The device made of time: its clocks, by a clock that only waiting moves, and that time changes no bit."""
 
 import functools
-import gc
 import itertools
 import threading
 import time
@@ -188,13 +187,6 @@ def test_constants_reach_the_host_where_they_are():
     memory = torch.randn(512).to(torch.bfloat16)
     device, _ = clocked(constants=[memory])
     device.reserve(HostNeeds(largest=1024))
-
-    def is_all_free() -> bool:
-        before = device._pinned.pageable_bytes
-        device.host_empty(device._pinned.size, torch.uint8)
-        return device._pinned.pageable_bytes == before
-
-    assert is_all_free()
     gradients = [constant(memory, 64 * part, 64) for part in (2, 3)]
     packed = device.pack(gradients, layout_of(*[torch.zeros(64, dtype=torch.bfloat16)] * 2), torch.bfloat16)
     host = device.host_empty(128, torch.bfloat16)
@@ -202,13 +194,6 @@ def test_constants_reach_the_host_where_they_are():
     assert host.data_ptr() == packed.data_ptr() == memory[128:].data_ptr()
     assert torch.equal(host, memory[128:256])
     assert durations(device)[-1] == 256 / 64.0
-    view = host[:64]
-    del host, packed, gradients
-    gc.collect()
-    assert not is_all_free()
-    del view
-    gc.collect()
-    assert is_all_free()
 
 
 def test_gradients_that_lie_otherwise_are_copied():
