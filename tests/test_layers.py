@@ -1,28 +1,15 @@
 """Folders are layers: nothing imports from a folder that stands above its own."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import superadam
 
-LAYERS = (
-    "host",
-    "kernels",
-    "gpu",
-    "distributed",
-    "devices",
-    "handles",
-    "state",
-    "step",
-    "optim",
-    "offload",
-    "plan",
-    "integrations",
-    "testing",
-    "cli",
-)
-"""From below; `testing` and `cli` use the package as users do."""
+TABLE = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text()
+LAYERS = re.findall(r"^\| [^|]*`superadam[/.](\w+)/?`", TABLE, re.MULTILINE)[::-1]
+"""From below, as the table of folders has them; `testing` and `cli` use the package as users do."""
 
 ROOT = Path(superadam.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)

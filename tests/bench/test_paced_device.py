@@ -22,7 +22,6 @@ from superadam import OffloadScheduler, StepKind
 from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
-from superadam.devices.worker import ThreadWorker
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
@@ -161,9 +160,6 @@ def test_it_knows_its_free_memory_and_has_every_core():
     assert device.empty(0, torch.float32, Stream.CURRENT).shape == (0,)
     assert PacedDevice(RATES).free_bytes() is None
     assert device.idle_cores() == Device.idle_cores(device) > 0
-    worker = device.start_worker(lambda: False)
-    assert isinstance(worker, ThreadWorker)
-    worker.close()
 
 
 SWIFT = Rates(1e15, 1e15, 1e15)

@@ -36,14 +36,20 @@ def test_errors_for_people_are_one_sentence_and_others_keep_their_traceback(monk
         main([])
 
 
-@pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["bench"]])
-def test_missing_extra_is_one_sentence(words, tmp_path, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        *((words, "rich", "cli") for words in (["doctor"], ["doctor", "--json"], ["bench"])),
+        (["plan", "phi-4"], "transformers", "plan"),
+    ],
+)
+def test_missing_extra_is_one_sentence(words, package, extra, tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    needs = f"superadam: 'superadam {words[0]}' needs rich; install it with: pip install 'superadam[cli]'\n"
+    needs = f"superadam: 'superadam {words[0]}' needs {package}; install it with: pip install 'superadam[{extra}]'\n"
     assert capsys.readouterr() == ("", needs)
     assert os.listdir(tmp_path) == []
 

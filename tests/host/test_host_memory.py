@@ -6,7 +6,7 @@ import resource
 import pytest
 from support.machines import machine
 
-from superadam.host.machine import Group, Host, groups_of
+from superadam.host.machine import Group, groups_of
 from superadam.host.memory import Claim, HostMemory, HostNeeds, lockable_bytes, require_memory
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
@@ -123,12 +123,6 @@ def test_needs_are_summed():
     assert one.total == 1 + 2 + 3 + 4 + 5 + 4 * 6
     assert one.missing == one.total - 7
     assert HostNeeds(present=1).missing == 0
-
-
-def test_this_machine():
-    memory = HostMemory.of(Host())
-    assert 0 < memory.available <= memory.total
-    assert 0 < memory.limit <= memory.total
 
 
 def test_groups_and_their_parents(tmp_path):

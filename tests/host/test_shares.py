@@ -182,18 +182,11 @@ for _ in sys.stdin:
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_two_processes():
-    environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
-    ranks = [
-        subprocess.Popen(
-            without_torch(PROGRAM),
-            env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def test_two_processes(monkeypatch):
+    monkeypatch.delenv("SUPERADAM_THREADS", raising=False)
+    environments = [os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(without_torch(PROGRAM), env=one, **pipes) for one in environments]
 
     def told():
         for one in ranks:

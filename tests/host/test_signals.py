@@ -403,16 +403,6 @@ def test_an_action_of_the_system_stays_as_it_was():
         signal.siginterrupt(signal.SIGUSR1, True)
 
 
-def test_a_default_action_is_left_alone():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with deferred_signals():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGXCPU) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_other_threads_have_nothing_to_defer():
     seen = []
     in_thread(lambda: in_section(lambda: seen.append(signal.getsignal(signal.SIGINT))))
