@@ -313,14 +313,19 @@ def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends
             marking = map(operator.call, mark(signal.SIGXCPU, number))
             _ = [*marking]  # unlike a call, this lets the handler return before another one runs
 
+    def replacing(number, frame):
+        seen.append(number)
+        raise PlantedError(number)
+
     section = deferred_signals()
     with Handlers(then=lambda number: None) as handlers:
         section.__enter__()
-        signal.signal(signal.SIGXCPU, lambda number, frame: seen.append(number))
+        signal.signal(signal.SIGXCPU, replacing)
         signal.signal(signal.SIGVTALRM, act)
-        at_once(*mark(signal.SIGVTALRM), partial(section.__exit__, None, None, None))
+        with pytest.raises(PlantedError) as caught:
+            at_once(*mark(signal.SIGVTALRM), partial(section.__exit__, None, None, None))
         assert handlers.seen == []
-        assert seen
+        assert chain(caught.value) == seen
         for number in (signal.SIGXCPU, signal.SIGVTALRM):
             signal.signal(number, handlers.handle)
 
