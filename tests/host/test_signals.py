@@ -187,11 +187,6 @@ def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send):
         assert chain(caught.value) == [signal.SIGINT, body]
 
 
-def test_an_error_inside_is_not_lost():
-    with pytest.raises(ValueError, match="inside"), deferred_signals():
-        raise ValueError("inside")
-
-
 @pytest.mark.parametrize("marked", [SOME[:1], SOME[:2], SOME])
 def test_what_was_due_before_comes_before(marked):
     """All of it; where it raises, nothing has begun."""
