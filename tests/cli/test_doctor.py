@@ -24,13 +24,10 @@ from superadam.host.machine import Host, cpus_of
 from superadam.kernels import native
 from superadam.kernels.native import Dtype
 
-SMALL_BANDWIDTH = ("memory bandwidth", lambda host: memory.bandwidth(host, 4 << 20))
-"""The measurement over 4 MiB instead of 1 GiB."""
-QUICK_PROBES = tuple(SMALL_BANDWIDTH if name == "memory bandwidth" else (name, probe) for name, probe in PROBES)
-
 
 @pytest.fixture(autouse=True)
-def _one_measurement(monkeypatch):
+def _one_measurement_over_little_memory(monkeypatch):
+    monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
     monkeypatch.setattr(memory.measure_bandwidth, "__defaults__", (0.0,))
 
 
@@ -42,12 +39,9 @@ def fresh_native(monkeypatch):
     return monkeypatch
 
 
-# -- every probe, whatever the machine -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_here", [True, False], ids=["this machine", "one without any file"])
 def test_every_probe_says_why_it_is_unknown_and_how_it_could_be_better(tmp_path, is_here):
-    findings = diagnose(Host() if is_here else machine(tmp_path), QUICK_PROBES)
+    findings = diagnose(Host() if is_here else machine(tmp_path))
     assert [finding.name for finding in findings] == [name for name, _ in PROBES]
     for finding in findings:
         assert is_here or finding.status is not Status.BROKEN, finding
@@ -69,8 +63,6 @@ def test_no_file_content_crashes_a_probe(tmp_path_factory, texts):
     cheap = [(name, probe) for name, probe in PROBES if name != "memory bandwidth"]
     assert [finding.name for finding in diagnose(host, cheap)] == [name for name, _ in cheap]
 
-
-# -- what files say ---------------------------------------------------------------------------------------------------
 
 HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 RESCTRL, WITHOUT_RESCTRL = {"/proc/filesystems": "nodev\tresctrl\n"}, {"/proc/filesystems": "nodev\tproc\n"}
@@ -105,9 +97,6 @@ def test_what_could_be_better_on_other_machines(tmp_path, probe, files, options,
     assert remedy in finding.remedy
     assert bool(finding.remedy) is bool(remedy)
     assert files is not ONE_OF_MEMORY or finding.detail == "one, and 1 of memory only"
-
-
-# -- processors ------------------------------------------------------------------------------------------------------
 
 
 def test_a_forced_slower_isa_could_be_better(tmp_path, fresh_native):
@@ -180,9 +169,6 @@ def test_cpu_lists_are_read_back(numbers):
     assert cpus_of(ranges_of(numbers)) == numbers
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("has_gpu", [False, True])
 @pytest.mark.parametrize("limit", [8 << 20, resource.RLIM_INFINITY])
 def test_locked_memory_matters_only_with_a_gpu(tmp_path, monkeypatch, limit, has_gpu):
@@ -201,7 +187,7 @@ def test_bandwidth_is_what_was_moved_over_the_time_it_took():
 
 def test_bandwidth_takes_at_most_a_quarter_of_free_memory(tmp_path):
     host = machine(tmp_path, {"/proc/meminfo": "MemTotal: 99999 kB\nMemAvailable: 16384 kB\n"})
-    finding = memory.bandwidth(host)
+    finding = memory.bandwidth(host, 1 << 30)
     assert finding.status is Status.OK
     assert 0 < finding.values["measured_over"] <= 4 << 20
 
@@ -209,7 +195,7 @@ def test_bandwidth_takes_at_most_a_quarter_of_free_memory(tmp_path):
 def test_what_disturbs_the_measurement_is_told_beside_it(tmp_path, monkeypatch):
     stat = "/sys/fs/cgroup/cpu.stat"
     files = {"/proc/self/cgroup": "0::/", stat: "nr_throttled 1\nthrottled_usec 1000000\n", "/proc/loadavg": "0.4 1 1"}
-    quiet = memory.bandwidth(machine(tmp_path, files), 4 << 20)
+    quiet = memory.bandwidth(machine(tmp_path, files))
     assert (quiet.values["load"], quiet.values["throttled_seconds"]) == (0.4, 0.0)
     assert "measured next to" not in quiet.detail
 
@@ -218,7 +204,7 @@ def test_what_disturbs_the_measurement_is_told_beside_it(tmp_path, monkeypatch):
         return 1e9
 
     monkeypatch.setattr(memory, "measure_bandwidth", measured)
-    busy = memory.bandwidth(machine(tmp_path, files | {"/proc/loadavg": "3.20 1 1"}), 4 << 20)
+    busy = memory.bandwidth(machine(tmp_path, files | {"/proc/loadavg": "3.20 1 1"}))
     disturbed = "a load of 3.2 of the minute before and a quota that stopped its threads for 2.50 s"
     assert busy.detail.endswith(f"; measured next to {disturbed}, so that it may be more")
 
@@ -231,9 +217,6 @@ def test_the_limit_of_the_control_group_is_told(tmp_path):
     limited = memory.main_memory(machine(tmp_path, files | limit)).detail
     state = "the state of 357.9 million parameters (536.9 million with moments in bf16)"
     assert limited == f"4.0 of 16.0 GiB available, where the control group allows 4.0: {state}"
-
-
-# -- partitions and accelerators -------------------------------------------------------------------------------------
 
 
 C2C = "GPU 0: NVIDIA GH200 480GB (UUID: GPU-0)\n" + "".join(f"\t C2C Link {n}: 44.712 GB/s\n" for n in range(10))
@@ -279,9 +262,6 @@ def test_devices_are_counted(tmp_path, monkeypatch):
     assert finding.detail.endswith("its memory is the host's, where offloading saves none")
 
 
-# -- software --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("version", "status"), [("2.9.1+cpu", Status.BROKEN), ("2.10.0a0+git", Status.OK)])
 def test_torch_must_be_new_enough(tmp_path, monkeypatch, version, status):
     monkeypatch.setattr(torch, "__version__", version)
@@ -295,8 +275,6 @@ def test_triton_is_missed_only_with_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert software.triton_version(machine(tmp_path)).remedy == "pip install triton"
 
-
-# -- the report ------------------------------------------------------------------------------------------------------
 
 FINDINGS = [
     Finding("one", Status.OK, "a detail that is long enough to be wrapped once or twice " * 3, values={"n": 1}),
@@ -366,9 +344,6 @@ def test_stdout_is_one_json_document_whatever_is_written_meanwhile():
         assert done.stderr.count(f"<{name}>") >= 3
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
-
-
 def test_shares_of_ranks_are_told(tmp_path):
     environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
     shared = processor.ranks(machine(tmp_path, environment=environment))
@@ -381,7 +356,6 @@ def test_shares_of_ranks_are_told(tmp_path):
 
 
 def test_one_report_of_two_ranks_with_what_is_broken_and_status_1(fresh_native, capsys):
-    fresh_native.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
     for name, value in {**WRONG, "LOCAL_WORLD_SIZE": "2"}.items():
         fresh_native.setenv(name, value)
     printed = []
