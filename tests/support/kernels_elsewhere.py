@@ -43,26 +43,24 @@ def count_differing() -> int:
     rng = np.random.default_rng(0)
     length = 2 * 16 * native.CHUNK + 77  # enough for two threads
     g, p, m, v, vmax = (rng.standard_normal(length).astype(np.float32) for _ in range(5))
-    v, vmax = np.abs(v), np.abs(vmax)
-    gradient = formula.narrow_bfloat16(g)
-    g = formula.widen_bfloat16(gradient)
-    wanted = dict(zip(("p", "m", "v", "vmax"), formula.adam_formula(k, g, m, v, vmax, p), strict=True))
-    wanted |= {"out": formula.narrow_float16(wanted["p"]), "sums": formula.chunk_sums(g)}
+    state = {"master": p, "exp_avg": m, "exp_avg_sq": np.abs(v), "max_exp_avg_sq": np.abs(vmax)}
+    arrays = {"gradient": formula.narrow_bfloat16(g), **state, "out": np.zeros(length, np.uint16)}
+    arrays |= {
+        "sums": np.zeros(native.chunk_count(length)),
+        "nonfinite": np.zeros(native.chunk_count(length), np.int64),
+    }
+    g = formula.widen_bfloat16(arrays["gradient"])
+    p, m, v, vmax = formula.adam_formula(k, g, m, np.abs(v), np.abs(vmax), p)
+    wanted = {"master": p, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": vmax}
+    wanted |= {"out": formula.narrow_float16(p), "sums": formula.chunk_sums(g)}
 
-    out = np.zeros(length, np.uint16)
-    sums = np.zeros(native.chunk_count(length))
-    nonfinite = np.zeros(len(sums), np.int64)
     table = np.zeros(1, native.SEGMENT)
-    for name, array in {
-        "gradient": gradient, "master": p, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": vmax, "out": out,
-        "sums": sums, "nonfinite": nonfinite,
-    }.items():  # fmt: skip
+    for name, array in arrays.items():
         table[name] = array.ctypes.data
     table["length"] = length
     table["gradient_dtype"], table["out_dtype"] = native.Dtype.BFLOAT16, native.Dtype.FLOAT16
     native.run(native.Pass.UPDATE, table, np.array([k.row()], native.COEFFICIENTS), threads=2)
-    ours = {"p": p, "m": m, "v": v, "vmax": vmax, "out": out, "sums": sums}
-    return sum(int(np.count_nonzero(ours[name] != wanted[name])) for name in wanted)
+    return sum(int(np.count_nonzero(arrays[name] != values)) for name, values in wanted.items())
 
 
 def main() -> None:
