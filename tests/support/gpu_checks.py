@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.gpu_arrays import DEVICE, TORCH_DTYPES, Array, Placed
 from support.gpu_variants import LAUNCHES, Request, stored_dtypes
+from support.intervals import HALVES
 from support.kernel_arrays import STORAGE, Job, Segment, differing, differing_stored, narrow, widen
 from support.strategies import Magnitudes, random_array
 
@@ -70,6 +71,18 @@ def stored_gradient(seed: int, length: int, kind: Magnitudes, dtype: Dtype, spri
     if sprinkle and length:
         values[rng.integers(0, length, 3)] = rng.choice([np.inf, -np.inf, np.nan], 3)
     return narrow(values, dtype)
+
+
+def telling(dtype: Dtype, link: Dtype, step: int = 1) -> Array:
+    """Return every half; or as fp32 those of `link`, what lies halfway between two, and next to that."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    if dtype in HALVES:
+        return halves
+    every = widen(halves[::step], link).view(np.uint32)
+    half = np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
+    bits = np.concatenate([every, every | half, every | half - np.uint32(1), every | half + np.uint32(1)])
+    denormal_ties = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32)
+    return np.concatenate([bits.view(np.float32), denormal_ties, -denormal_ties])
 
 
 def norms_of_cpu(stored: Sequence[Array], dtype: Dtype) -> tuple[Array, Array]:
