@@ -17,17 +17,16 @@ import torch
 from support.fake_cuda import FakeDevice, FakeStream, fake_cuda
 from support.gpu_arrays import BACKENDS, asked_for
 from support.machines import machine
+from support.overlap import layout_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam.devices import CudaDevice, PlainDevice, Stream
-from superadam.devices.flat import FlatLayout
 from superadam.devices.pinned import CudaRegistrar, PinningError, Slab
-from superadam.gpu import reaches, scatter_values
+from superadam.gpu import reaches
 from superadam.gpu.scatter import _runtime
 from superadam.host.memory import HostNeeds
 from superadam.kernels.resident_step import ResidentStep
-from superadam.state.parameter import ParameterState
 from superadam.testing import DEVICE_CHECKS
 
 GPUS = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -54,12 +53,6 @@ def device(request):
         one.close()
 
 
-def layout_of(tensors: list[Tensor]) -> FlatLayout:
-    return FlatLayout(
-        [ParameterState(nn.Parameter(one), row, f"p{row}", is_on_host=False) for row, one in enumerate(tensors)]
-    )
-
-
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +68,7 @@ def test_it_does_what_the_interface_promises(check, device):
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_gradients_may_lie_otherwise_than_their_parameters_or_be_negated(implementation, device):
     where = device.device
-    layout = layout_of([torch.zeros(6, 4, device=where).t(), torch.zeros(3, device=where)])
+    layout = layout_of(torch.zeros(6, 4, device=where).t(), torch.zeros(3, device=where), is_on_host=False)
     gradients = torch.arange(24.0, device=where).view(4, 6), torch._neg_view(torch.ones(3, device=where))
     with asked_for(implementation):
         packed = device.pack(gradients, layout, torch.float32)
@@ -164,7 +157,7 @@ def test_gradient_on_the_host_has_an_event_of_its_own_which_sleeping_threads_wai
 
 
 def test_gradients_on_another_device_are_refused(cuda):
-    layout = layout_of([torch.zeros(9)])
+    layout = layout_of(torch.zeros(9), is_on_host=False)
     with pytest.raises(ValueError, match="a gradient is on meta, expected cpu as the scheduler's device; pass"):
         FakeDevice(cuda).pack([torch.empty(9, device="meta")], layout, torch.float32)
 
@@ -279,14 +272,15 @@ def test_cores_near_the_device_but_two_are_idle_and_ranks_divide_them(cuda, tmp_
 
 
 def test_worker_stays_near_the_device(cuda, tmp_path, monkeypatch):
-    """The affinity of the training thread is left alone."""
+    """The affinity of the training thread is left alone; contexts are made on no other device."""
     bound = {}
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.update({threading.current_thread().name: cpus}))
-    worker = FakeDevice(cuda, machine(tmp_path, TWO_NODES)).start_worker(lambda: False)
+    device = FakeDevice(cuda, machine(tmp_path, TWO_NODES))
+    worker = device.start_worker(lambda: False)
     worker.drain()
     worker.close()
     assert bound == {"superadam-worker": frozenset(range(2, 8))}
-    assert cuda.log == [("set_device", "superadam-worker")]
+    assert cuda.log == [("set_device", device.device, "superadam-worker")]
 
 
 def test_torch_may_not_tell_where_the_device_is_and_offloading_within_one_memory_is_told(cuda, monkeypatch, caplog):
@@ -309,18 +303,6 @@ def test_reserved_memory_is_pinned_for_torch(gpu):
     assert reaches(device.host_empty(1000, torch.float32), device.device) or torch.version.hip
     assert not device.host_empty(1 << 22, torch.float32).is_pinned()
     device.close()
-
-
-@where_there_are("gpu", GPUS)
-def test_kernels_read_pinned_memory_of_the_host(gpu):
-    targets = [torch.zeros(100, device=gpu), torch.zeros(5, device=gpu)]
-    for implementation in BACKENDS:
-        with asked_for(implementation):
-            scatter_values([torch.arange(100.0).pin_memory(), torch.ones(5, device=gpu)], targets)
-        assert targets[0].tolist() == list(range(100))
-        assert targets[1].tolist() == [1.0] * 5
-        for target in targets:
-            target.zero_()
 
 
 @where_there_are("gpu", GPUS)
@@ -360,21 +342,10 @@ def test_waiting_sleeps_until_the_device_is_there(gpu):
 
 
 @where_there_are("gpu", GPUS)
-def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu):
-    device = CudaDevice(gpu)
-    seen = []
-    worker = device.start_worker(lambda: False)
-    worker.submit(lambda _: seen.append(torch.cuda.current_device()))
-    worker.drain()
-    worker.close()
-    assert seen == [device.device.index]
-
-
-@where_there_are("gpu", GPUS)
 def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_until_then(gpu):
     device, side = CudaDevice(gpu), torch.cuda.Stream(gpu)
     parameter = nn.Parameter(torch.zeros(1 << 20, device=gpu))
-    layout = layout_of([parameter.data])
+    layout = layout_of(parameter.data, is_on_host=False)
     device.pack([parameter.data], layout, torch.float32)  # loads the kernels
     with torch.cuda.device(gpu), torch.cuda.stream(side):
         gradient = torch.zeros_like(parameter.data)

@@ -24,18 +24,7 @@ import pytest
 import torch
 from support import gpu_variants, ptx
 from support.gpu_arrays import DEVICE, offsets_with_gaps
-from support.gpu_checks import (
-    ADAM_NAMES,
-    adam_values,
-    cases,
-    check_against_cpu,
-    check_pack,
-    check_scatter,
-    request_of,
-    requests_of,
-    stored_gradient,
-    telling,
-)
+from support.gpu_checks import check_against_cpu, check_pack, check_scatter, stored_gradient, telling
 from support.gpu_variants import (
     ADAM,
     LAUNCHES,
@@ -295,7 +284,6 @@ def check_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flag
 
 
 def places_of(lengths: Sequence[int], aligned: bool) -> tuple[list[int], int]:
-    """Return where tensors begin in a buffer, and its length."""
     if not aligned:
         return offsets_with_gaps(lengths, (3, 0, 40), [*range(len(lengths))][::-1])
     ends = list(itertools.accumulate(-(-length // 64) * 64 for length in lengths))
@@ -353,15 +341,6 @@ CHECKS: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def compilers(request, tmp_path_factory):
-    """Compile what the chosen tests look up."""
-    requests = dict.fromkeys([*requests_of(request), *VAST.values()])
-    compilers = Compilers([*requests], tmp_path_factory.mktemp("triton"))
-    yield compilers
-    compilers.close()
-
-
 def check(request: Request, code: Code) -> None:
     """Check that a variant is fit for any kernel; executed, it has the bits of the CPU, by every instruction."""
     assert code.relaxed == 0
@@ -376,39 +355,82 @@ def check(request: Request, code: Code) -> None:
         assert len(executed) == len(ptx.parse(code.ptx).instructions)
 
 
-def over(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
-    """Return the decorator of a test that looks up its parameters by `request_of`."""
-    fixtures = pytest.mark.usefixtures("target", *names.split())
+NAMES = {
+    "adam_kernel": "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
+    "pack_kernel": "sources link sums aligned",
+    "scatter_kernel": "dtype aligned",
+}
+"""What variants of the kernels differ in; arguments in `LAUNCHES`, but for the flags."""
+REQUESTS: dict[str, Request] = {}
+"""By the ids of cases."""
+
+
+def word(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else ""
+    if isinstance(value, Format):
+        return (value.name or "").lower() if value else ""
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
+    """Return the decorator of a test that runs over variants for each target, and finds its own in `REQUESTS`."""
+    names, parameters = NAMES[kernel].split(), []
+    for target, arguments in itertools.product(targets, variants):
+        flags = [[flag in one for flag in Flag] if isinstance(one, Flag) else [one] for one in arguments]
+        values = [target, *itertools.chain(*flags)]
+        number = "-".join([kernel, *filter(None, map(word, ["", *names], values))])
+        REQUESTS[number] = Request(target, kernel, arguments)
+        parameters.append(pytest.param(*values, id=number))
     few = pytest.mark.covering(1)  # every value, not every pair: the compiler takes up to a second for each variant
-    return lambda test: needs_compilers(few(fixtures(cases(targets, names, variants)(test))))
+    marks = pytest.mark.usefixtures("target", *names), pytest.mark.parametrize(("target", *names), parameters)
+    return lambda test: needs_compilers(few(marks[0](marks[1](test))))
 
 
-def check_over(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> Callable[..., None]:
+@pytest.fixture(scope="module")
+def compilers(request, tmp_path_factory):
+    requests = [REQUESTS[one.callspec.id] for one in request.session.items if is_case(one)]
+    compilers = Compilers([*dict.fromkeys([*requests, *VAST.values()])], tmp_path_factory.mktemp("triton"))
+    yield compilers
+    compilers.close()
+
+
+def is_case(item: Any) -> bool:
+    return item.module.__name__ == __name__ and hasattr(item, "callspec") and item.callspec.id in REQUESTS
+
+
+@pytest.fixture
+def variant(request, compilers):
+    """Return a request, and what it was compiled to."""
+    one = REQUESTS[request.node.callspec.id]
+    return one, compilers.code(one)
+
+
+def check_over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]]) -> Callable[..., None]:
     """Return the test that checks variants for some targets."""
 
-    @over(targets, names, variants)
-    def test(request: pytest.FixtureRequest, compilers: Compilers) -> None:
-        check(request_of(request.node), compilers.code(request_of(request.node)))
+    @over(targets, kernel, variants)
+    def test(variant: tuple[Request, Code]) -> None:
+        check(*variant)
 
     return test  # type: ignore[no-any-return]
 
 
-test_adam_kernel = check_over(NVIDIA, ADAM_NAMES, adam_values(ADAM))
-test_adam_kernel_for_amd = check_over(AMD, ADAM_NAMES, adam_values(ADAM))
-test_pack_kernel = check_over(NVIDIA, "sources link sums aligned", PACK)
-test_pack_kernel_for_amd = check_over(AMD, "sources link sums aligned", PACK)
-test_scatter_kernel = check_over(NVIDIA, "dtype aligned", SCATTER)
-test_scatter_kernel_for_amd = check_over(AMD, "dtype aligned", SCATTER)
+test_adam_kernel = check_over(NVIDIA, "adam_kernel", ADAM)
+test_adam_kernel_for_amd = check_over(AMD, "adam_kernel", ADAM)
+test_pack_kernel = check_over(NVIDIA, "pack_kernel", PACK)
+test_pack_kernel_for_amd = check_over(AMD, "pack_kernel", PACK)
+test_scatter_kernel = check_over(NVIDIA, "scatter_kernel", SCATTER)
+test_scatter_kernel_for_amd = check_over(AMD, "scatter_kernel", SCATTER)
 
 
-@over(["sm_100"], ADAM_NAMES, adam_values(one for one in ADAM if Format.MOMENTS_8BIT in one[2]))
-def test_adam_kernel_with_8bit_moments(request, compilers):
+@over(["sm_100"], "adam_kernel", [one for one in ADAM if Format.MOMENTS_8BIT in one[2]])
+def test_adam_kernel_with_8bit_moments(variant):
     """`abs.f32`, which only this target has, may make any NaN: the bits depend on none."""
-    code = compilers.code(request_of(request.node))
-    assert "abs.f32" in code.ptx
+    assert "abs.f32" in variant[1].ptx
     for nan in (0x7FFFFFFF, 0xFFFFFFFF):
         with mock.patch.dict(ptx.CANONICAL_NAN, f32=nan):
-            check(request_of(request.node), code)
+            check(*variant)
 
 
 # ---- more than 32 bits ---------------------------------------------------------------------------------------------

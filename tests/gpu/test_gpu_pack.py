@@ -26,12 +26,6 @@ from superadam.kernels.native import CHUNK, Dtype
 LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 255, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17])
 
 
-@pytest.fixture(params=BACKENDS)
-def implementation(request):
-    with asked_for(request.param):
-        yield request.param
-
-
 def chunks_per_program(number: int) -> AbstractContextManager[object]:
     """Return a context for programs of another size, in the interpreter, whose time does not depend on it.
 

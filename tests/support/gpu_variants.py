@@ -100,7 +100,6 @@ def launch_adam(
 def launch_pack(
     sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool, numel: int = CHUNK + 1
 ) -> None:
-    """Pack one gradient of each dtype."""
     count, chunks = len(sources), chunk_count(numel)
     places = [chunks * CHUNK * number for number in range(count)]
     target = tensor(places[-1] + numel, link, aligned)
@@ -109,7 +108,6 @@ def launch_pack(
 
 
 def launch_scatter(dtype: torch.dtype, aligned: bool, numel: int = 10) -> None:
-    """Copy one tensor."""
     gpu.scatter_values([tensor(numel, dtype)], [tensor(numel, dtype, aligned)])
 
 
@@ -292,12 +290,10 @@ class Compilers:
             self._parts.update({request: (codes, number) for number, request in enumerate(part)})
 
     def code(self, request: Request) -> Code:
-        """Return what a request was compiled to, once it is."""
         codes, number = self._parts[request]
         return codes.result()[number]
 
     def close(self) -> None:
-        """Compile no more."""
         self._threads.shutdown(cancel_futures=True)
 
     def _compile(self, requests: Sequence[Request]) -> list[Code]:

@@ -42,7 +42,6 @@ def flat(tensor: Tensor, like: Tensor) -> Array:
 
 
 def rounded(values: Array, dtype: torch.dtype) -> Array:
-    """Return fp32 values as a parameter of `dtype` shows them."""
     return widen(narrow(values, DTYPES[dtype]), DTYPES[dtype])
 
 
@@ -64,7 +63,6 @@ class Parameter:
 
     @property
     def shown(self) -> Array:
-        """What the model computes with."""
         return rounded(self.p, self.dtype) if self.written is None else self.written
 
     def write(self, where: Array, values: Array) -> None:
@@ -98,7 +96,6 @@ class Synchronous:
         ]
 
     def norm_of(self, gradients: Mapping[int, Array]) -> tuple[float, bool]:
-        """Return the norm, and whether all gradients are finite."""
         sums = [s for i in sorted(gradients) for s in formula.chunk_sums(gradients[i]).tolist()]
         norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
         return norm, all(np.isfinite(gradient).all() for gradient in gradients.values())

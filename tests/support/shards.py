@@ -62,7 +62,6 @@ def is_first_replica(tensor: Any) -> bool:
 
 
 def wrap(modules: Iterable[nn.Module], **options: Any) -> None:
-    """Shard each of these modules, from the inside outwards."""
     for module in modules:
         fully_shard(module, **options)
 
@@ -124,7 +123,6 @@ class Oracle(Synchronous):
         self.optimizer.zero_grad()
 
     def check(self) -> None:
-        """Compare every bit of parameters and state."""
         for tensor, one in zip(self.tensors, self.parameters, strict=True):
             part, entry = local(tensor), self.optimizer.state[tensor]
             assert same_bits(flat(part, part), one.shown)
@@ -151,7 +149,6 @@ SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
 
 
 def assert_same(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    """Compare every bit of two lists of parts."""
     for one, other in zip(mine, theirs, strict=True):
         assert same_bits(flat(one, one), flat(other, other))
 
@@ -165,6 +162,5 @@ def parts_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def digest_of(model: nn.Module, optimizer: Any) -> str:
-    """Return a digest of the bits of these parts."""
     parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts_of(model, optimizer)]
     return hashlib.sha256(b"".join(parts)).hexdigest()
