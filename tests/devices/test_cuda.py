@@ -73,6 +73,7 @@ def test_gradients_may_lie_otherwise_than_their_parameters_or_be_negated(impleme
     with asked_for(implementation):
         packed = device.pack(gradients, layout, torch.float32)
     assert all(map(torch.equal, layout.views(packed), gradients))
+    assert device.can_update is (where.type == "cuda")
 
 
 def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(cuda, monkeypatch):

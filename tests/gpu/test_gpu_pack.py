@@ -83,13 +83,6 @@ def test_many_small_tensors_take_one_launch():
         assert launches.grids == [(-(-300 // pack.CHUNKS_PER_PROGRAM),)]
 
 
-def test_layouts_other_than_rows_count_in_the_order_of_memory(implementation):
-    gradient = torch.arange(24.0, device=DEVICE).reshape(2, 3, 4).permute(2, 0, 1)
-    buffer = torch.empty(24, device=DEVICE)
-    gpu.pack_gradients([gradient], [0], buffer)
-    assert buffer.tolist() == list(range(24))
-
-
 def test_nothing_to_pack_is_allowed(implementation):
     empty, sums, counts = (torch.empty(0, dtype=d, device=DEVICE) for d in (torch.float32, torch.float64, torch.int64))
     norm = () if implementation == "torch" else (sums, counts)

@@ -124,7 +124,7 @@ def test_a_table_of_another_layout_is_refused(spoil):
 # -- instruction sets --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _fresh_choices(monkeypatch):
     """As in a new process without environment variables; the old choices come back afterwards."""
     monkeypatch.setattr(native, "_active", None)
@@ -138,12 +138,10 @@ def test_scalar_is_always_available_and_last():
     assert native.known_isas()["scalar"] == "runnable"
 
 
-@pytest.mark.usefixtures("_fresh_choices")
 def test_the_best_isa_is_the_default():
     assert superadam.active_isa() == superadam.available_isas()[0]
 
 
-@pytest.mark.usefixtures("_fresh_choices")
 def test_the_environment_forces_an_isa(isa, monkeypatch, caplog):
     monkeypatch.setenv("SUPERADAM_ISA", isa)
     assert superadam.active_isa() == isa
@@ -152,7 +150,6 @@ def test_the_environment_forces_an_isa(isa, monkeypatch, caplog):
     assert superadam.active_isa() == superadam.available_isas()[0]
 
 
-@pytest.mark.usefixtures("_fresh_choices")
 @pytest.mark.parametrize(
     ("status", "reason"),
     [
@@ -171,7 +168,6 @@ def test_an_isa_that_cannot_run_raises(status, reason, monkeypatch):
         native.set_active_isa("mmx")
 
 
-@pytest.mark.usefixtures("_fresh_choices")
 def test_scalar_by_surprise_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(native, "known_isas", lambda: {"avx2": "not supported", "scalar": "runnable"})
     assert superadam.active_isa() == superadam.active_isa() == "scalar"
@@ -184,20 +180,17 @@ def test_scalar_by_surprise_is_said_once(monkeypatch, caplog):
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_fresh_choices")
 def test_the_default_is_a_thread_for_each_cpu():
     assert native.get_num_threads() == len(os.sched_getaffinity(0))
     native.set_num_threads(5)
     assert native.get_num_threads() == 5
 
 
-@pytest.mark.usefixtures("_fresh_choices")
 def test_the_environment_sets_the_number_of_threads(monkeypatch):
     monkeypatch.setenv("SUPERADAM_THREADS", "3")
     assert native.get_num_threads() == 3
 
 
-@pytest.mark.usefixtures("_fresh_choices")
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "", "2147483648"])
 def test_a_bad_number_of_threads_in_the_environment_raises(text, monkeypatch):
     monkeypatch.setenv("SUPERADAM_THREADS", text)
