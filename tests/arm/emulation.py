@@ -70,7 +70,6 @@ class EmulatedJob:
 
 
 def write_jobs(path: Path, jobs: Sequence[EmulatedJob]) -> None:
-    """Write `jobs` as `runner.c` reads them."""
     with path.open("wb") as file:
         file.write(np.int64(len(jobs)).tobytes())
         for emulated in jobs:
@@ -167,7 +166,6 @@ def _cmake(*arguments: str | Path) -> None:
 
 
 def emulate(cpu: Cpu, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run an aarch64 program on `cpu`."""
     line = ["prlimit", "--core=0", EMULATOR, "-L", str(LIBRARIES), "-cpu", cpu.value, *map(str, command)]
     return subprocess.run(line, check=False, capture_output=True, text=True)
 

@@ -14,18 +14,20 @@ from measures import pacing
 from measures.paced_device import PRESETS, PacedDevice, Rates, constant
 from measures.timed_model import Gradients, TimedModel, without_samples
 from support.actions_on_a_clock import Clock
-from support.overlap import adam, mlp, train
+from support.overlap import adam, layout_of, mlp, train
 from support.visible import bits, state_bits
-from torch import Tensor, nn
 
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.devices import Device, Stream
+<<<<<<< HEAD
 from superadam.devices.flat import FlatLayout
+=======
+from superadam.devices.worker import ThreadWorker
+>>>>>>> d-support
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.state.parameter import ParameterState
 
 RATES = Rates(download=64.0, upload=128.0, memory=1024.0)
 """Bytes per second: powers of two, so that times are exact."""
@@ -34,10 +36,6 @@ RATES = Rates(download=64.0, upload=128.0, memory=1024.0)
 def clocked(**options: Any) -> tuple[PacedDevice, Clock]:
     clock = Clock()
     return PacedDevice(RATES, now=clock, sleep=clock.sleep, **options), clock
-
-
-def layout_of(*tensors: Tensor) -> FlatLayout:
-    return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
 
 
 def durations(device: PacedDevice) -> list[float]:

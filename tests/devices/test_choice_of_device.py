@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.children import exit_code_of_child
+from support.children import in_child
 from support.fake_cuda import fake_cuda
 
 import superadam.devices
@@ -56,17 +56,15 @@ def test_names_of_the_package():
         _ = superadam.devices.RocmDevice
 
 
+@in_child
 def test_importing_superadam_imports_neither_kernels_nor_integrations() -> None:
-    def in_child() -> None:
-        """Import it once more, as if torch had just been imported."""
-        late = ("superadam", "torch.distributed")
-        for name in [name for name in sys.modules if name.startswith(late)]:
-            del sys.modules[name]
-        again = importlib.import_module("superadam.devices")
-        importlib.import_module("superadam")
-        again.device_for([torch.ones(2)])
-        assert "superadam.optim.adam" in sys.modules
-        late = ("superadam.gpu", "superadam.devices.cuda", "superadam.integrations", "torch.distributed")
-        assert [name for name in sys.modules if name.startswith(late)] == []
-
-    assert exit_code_of_child(in_child) == 0
+    """Once more, as if torch had just been imported."""
+    late = ("superadam", "torch.distributed")
+    for name in [name for name in sys.modules if name.startswith(late)]:
+        del sys.modules[name]
+    again = importlib.import_module("superadam.devices")
+    importlib.import_module("superadam")
+    again.device_for([torch.ones(2)])
+    assert "superadam.optim.adam" in sys.modules
+    late = ("superadam.gpu", "superadam.devices.cuda", "superadam.integrations", "torch.distributed")
+    assert [name for name in sys.modules if name.startswith(late)] == []

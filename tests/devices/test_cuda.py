@@ -5,7 +5,6 @@ Everything that does not look at a made-up torch.cuda also runs on every GPU tha
 
 import ctypes
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable
@@ -18,21 +17,17 @@ import torch
 from support.fake_cuda import FakeDevice, FakeStream, fake_cuda
 from support.gpu_arrays import BACKENDS, asked_for
 from support.machines import machine
-from support.visible import bits
+from support.overlap import layout_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam.devices import CudaDevice, PlainDevice, Stream
-from superadam.devices.flat import FlatLayout
-from superadam.devices.interface import ChunkSums
 from superadam.devices.pinned import CudaRegistrar, PinningError, Slab
 from superadam.gpu import reaches, scatter_values
 from superadam.gpu.scatter import _runtime
 from superadam.host.memory import HostNeeds
-from superadam.kernels.native import chunk_count
 from superadam.kernels.resident_step import ResidentStep
-from superadam.state.parameter import ParameterState
-from superadam.testing import DEVICE_CHECKS, SimulatedDevice
+from superadam.testing import DEVICE_CHECKS
 
 GPUS = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 ROOM = 1 << 22
@@ -58,37 +53,6 @@ def device(request):
         one.close()
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device with the same strides, dense or not."""
-    numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.zeros(max(numel, 1), dtype=tensor.dtype, device=device)
-    return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-
-
-def oddly_laid_out(device: torch.device, seed: int = 3) -> list[Tensor]:
-    tensors = [
-        random(5, 7, seed=seed),
-        random(seed=seed),
-        random(0, 3),
-        random(6, 4, seed=seed).t(),
-        random(3, 4, 5, 6, seed=seed).contiguous(memory_format=torch.channels_last),
-        random(8, 6, seed=seed)[:, ::2],
-        random(4, 1, seed=seed).t(),
-        random(4100, seed=seed),
-    ]
-    return [on_device(tensor, device) for tensor in tensors]
-
-
-def layout_of(tensors: list[Tensor]) -> FlatLayout:
-    return FlatLayout(
-        [ParameterState(nn.Parameter(one), row, f"p{row}", is_on_host=False) for row, one in enumerate(tensors)]
-    )
-
-
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 
@@ -101,39 +65,15 @@ def test_it_does_what_the_interface_promises(check, device):
     DEVICE_CHECKS[check](device)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", BACKENDS)
-@pytest.mark.parametrize(("dtype", "is_dense"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
-def test_every_implementation_of_the_kernels(implementation, dtype, is_dense):
-    """Gradients may lie as their parameters do, or otherwise; norms are of what is in the buffer, and the CPU's.
-
-    On the first GPU, or in Triton's interpreter.
-    """
-    with nullcontext() if GPUS else fake_cuda() as fake:
-        device = CudaDevice("cuda:0") if fake is None else FakeDevice(fake)
-        assert device.can_update is (fake is None)
-        layout, simulated = layout_of(oddly_laid_out(device.device)), SimulatedDevice(0)
-        gradients = oddly_laid_out(device.device, seed=5)
-        gradients[0][0, 0] = math.inf
-        gradients[-1] = torch._neg_view(gradients[-1])  # whose memory does not hold its values
-        if is_dense:
-            gradients = [gradient.contiguous() for gradient in gradients]
-        ours, theirs = norm_room(layout, device.device), norm_room(layout, torch.device("cpu"))
-        norm = None if implementation == "torch" else ChunkSums.over(ours)
-        with asked_for(implementation):
-            packed = device.pack(gradients, layout, dtype, norm)
-            device.scatter(layout.views(packed), [state.parameter.data for state in layout.states])
-        for state, gradient in zip(layout.states, gradients, strict=True):
-            assert bits(state.parameter) == bits(gradient.to(dtype).float())
-        if norm is not None:
-            simulated.pack([one.cpu() for one in gradients], layout, dtype, ChunkSums.over(theirs))
-            simulated.record(Stream.CURRENT).synchronize()
-            assert bits(ours) == bits(theirs)
-
-
-def norm_room(layout: FlatLayout, device: torch.device) -> Tensor:
-    chunks = sum(chunk_count(state.shape.numel()) for state in layout.states)
-    return torch.full((2 * chunks,), -1.0, dtype=torch.float64, device=device)
+def test_gradients_may_lie_otherwise_than_their_parameters_or_be_negated(implementation, device):
+    where = device.device
+    layout = layout_of(torch.zeros(6, 4, device=where).t(), torch.zeros(3, device=where), is_on_host=False)
+    gradients = torch.arange(24.0, device=where).view(4, 6), torch._neg_view(torch.ones(3, device=where))
+    with asked_for(implementation):
+        packed = device.pack(gradients, layout, torch.float32)
+    assert all(map(torch.equal, layout.views(packed), gradients))
+    assert device.can_update is (where.type == "cuda")
 
 
 def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(cuda, monkeypatch):
@@ -218,7 +158,7 @@ def test_gradient_on_the_host_has_an_event_of_its_own_which_sleeping_threads_wai
 
 
 def test_gradients_on_another_device_are_refused(cuda):
-    layout = layout_of([torch.zeros(9)])
+    layout = layout_of(torch.zeros(9), is_on_host=False)
     with pytest.raises(ValueError, match="a gradient is on meta, expected cpu as the scheduler's device; pass"):
         FakeDevice(cuda).pack([torch.empty(9, device="meta")], layout, torch.float32)
 
@@ -230,7 +170,7 @@ def test_gradients_that_were_packed_on_another_stream_are_kept_until_they_are_st
     monkeypatch.setattr(
         "superadam.gpu.update", lambda *given: cuda.log.append((cuda.current_stream("cuda").name, *given))
     )
-    step = ResidentStep(random(3), random(3), random(3), None, random(3), random(3), 0)
+    step = ResidentStep(*[torch.ones(3)] * 3, None, torch.ones(3), torch.ones(3), 0)
     device.update([step], [])
     assert cuda.log == [("current", [step], [])]
     assert [id(one) for one in kept] == [id(step.gradient)]
@@ -333,14 +273,15 @@ def test_cores_near_the_device_but_two_are_idle_and_ranks_divide_them(cuda, tmp_
 
 
 def test_worker_stays_near_the_device(cuda, tmp_path, monkeypatch):
-    """The affinity of the training thread is left alone."""
+    """The affinity of the training thread is left alone; contexts are made on no other device."""
     bound = {}
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.update({threading.current_thread().name: cpus}))
-    worker = FakeDevice(cuda, machine(tmp_path, TWO_NODES)).start_worker(lambda: False)
+    device = FakeDevice(cuda, machine(tmp_path, TWO_NODES))
+    worker = device.start_worker(lambda: False)
     worker.drain()
     worker.close()
     assert bound == {"superadam-worker": frozenset(range(2, 8))}
-    assert cuda.log == [("set_device", "superadam-worker")]
+    assert cuda.log == [("set_device", device.device, "superadam-worker")]
 
 
 def test_torch_may_not_tell_where_the_device_is_and_offloading_within_one_memory_is_told(cuda, monkeypatch, caplog):
@@ -414,21 +355,10 @@ def test_waiting_sleeps_until_the_device_is_there(gpu):
 
 
 @where_there_are("gpu", GPUS)
-def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu):
-    device = CudaDevice(gpu)
-    seen = []
-    worker = device.start_worker(lambda: False)
-    worker.submit(lambda _: seen.append(torch.cuda.current_device()))
-    worker.drain()
-    worker.close()
-    assert seen == [device.device.index]
-
-
-@where_there_are("gpu", GPUS)
 def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_until_then(gpu):
     device, side = CudaDevice(gpu), torch.cuda.Stream(gpu)
     parameter = nn.Parameter(torch.zeros(1 << 20, device=gpu))
-    layout = layout_of([parameter.data])
+    layout = layout_of(parameter.data, is_on_host=False)
     device.pack([parameter.data], layout, torch.float32)  # loads the kernels
     with torch.cuda.device(gpu), torch.cuda.stream(side):
         gradient = torch.zeros_like(parameter.data)

@@ -49,8 +49,6 @@ class RecordingRegistrar:
 
 @dataclass
 class Point:
-    """An event."""
-
     has_passed: bool = False
     waits: int = 0
     at_synchronize: Callable[[], object] = bool

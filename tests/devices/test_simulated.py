@@ -12,13 +12,12 @@ import pytest
 import torch
 from measures.paced_device import PRESETS, PacedDevice
 from support.optimizers import DTYPES
+from support.overlap import layout_of
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
-from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import AllEvents
 from superadam.host.memory import HostNeeds
-from superadam.state.parameter import ParameterState
 from superadam.testing.accelerator import SimulatedEvent
 from superadam.testing.simulated import SimulatedDevice
 
@@ -26,10 +25,6 @@ from superadam.testing.simulated import SimulatedDevice
 def lazy(seed: int = 0) -> SimulatedDevice:
     """Return a device that does nothing before it is waited for."""
     return SimulatedDevice(seed, eagerness=0.0)
-
-
-def layout_of(*tensors: Tensor) -> FlatLayout:
-    return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_training(rank, name, dtype):
                 assert clipped[0] > LIMIT
             optimizer.max_grad_norm = limit = LIMIT if step % 3 == 1 else None
             optimizer.step()
-            norm, outcome = oracle.step(limit), optimizer.last_outcome
+            norm, outcome = oracle.step_all(limit), optimizer.last_outcome
             if step == 7:
                 assert (outcome.kind, outcome.nonfinite) == (StepKind.SKIPPED, 1)
             else:

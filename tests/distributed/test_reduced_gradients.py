@@ -113,7 +113,7 @@ class Run:
         has_factors = any(taken is not None and taken.factors for taken in map(taken_of, self.gradients))
         told = None if limit is None else float(self.optimizer.clip_grad_norm_(limit))
         self.optimizer.step()
-        norm, outcome = self.oracle.step(limit), self.optimizer.last_outcome
+        norm, outcome = self.oracle.step_all(limit), self.optimizer.last_outcome
         assert told is None or outcome.grad_norm == told or math.isnan(told)
         tolerance = 1e-6 if has_factors else 0.0  # factors are applied to the norm where speculation has computed it
         assert math.isclose(outcome.grad_norm, norm, rel_tol=tolerance) or not math.isfinite(norm)
@@ -349,7 +349,7 @@ def test_optimizers_of_parts_of_a_model(rank, where):
             run.backward(step)
             assert [taken_of(tensor.grad) is None for tensor in tensors] == [False] * 6 + [True] * 2
             others.step()
-            oracle.step(None)
+            oracle.step_all(None)
             run.step()
             others.zero_grad()
             torchs.zero_grad()

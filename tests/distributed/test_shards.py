@@ -80,7 +80,7 @@ def test_every_kind_of_shard(rank, mesh, dtype):
         optimizer.max_grad_norm = limit
         asked = optimizer.clip_grad_norm_(1e-3).item() if step == 3 else None
         optimizer.step()
-        norm, outcome = oracle.step(limit), optimizer.last_outcome
+        norm, outcome = oracle.step_all(limit), optimizer.last_outcome
         assert outcome.grad_norm == norm
         assert asked in (None, norm)
         assert outcome.kind is (StepKind.CLIPPED if limit else StepKind.COMMITTED)

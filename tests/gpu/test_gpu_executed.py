@@ -1,7 +1,8 @@
-"""The kernels as Triton compiles them for NVIDIA's GPUs, executed without one, leave the bits that the CPU's leave.
+"""The kernels as Triton compiles them for GPUs: accesses are wide, nothing spills; executed, they have the CPU's bits.
 
-`support.ptx` executes the launches that production makes. It knows no operation that would round otherwise, and notices
-accesses that a GPU would not allow. What NVIDIA's assembler makes of them is not covered.
+`support.ptx` executes the launches that production makes, as they are compiled for NVIDIA's GPUs, without one. It knows
+no operation that would round otherwise, and notices accesses that a GPU would not allow. What NVIDIA's assembler makes
+of them is not covered. Of AMD's instructions only the numbers are.
 """
 
 import contextlib
@@ -22,18 +23,8 @@ import numpy as np
 import pytest
 import torch
 from support import gpu_variants, ptx
-from support.gpu_arrays import DEVICE, needs_triton, offsets_with_gaps
-from support.gpu_checks import (
-    ADAM_NAMES,
-    adam_values,
-    cases,
-    check_against_cpu,
-    check_pack,
-    check_scatter,
-    request_of,
-    requests_of,
-    stored_gradient,
-)
+from support.gpu_arrays import DEVICE, offsets_with_gaps
+from support.gpu_checks import check_against_cpu, check_pack, check_scatter, stored_gradient, telling
 from support.gpu_variants import (
     ADAM,
     LAUNCHES,
@@ -46,26 +37,157 @@ from support.gpu_variants import (
     can_compile,
     noted_launches,
 )
-from support.kernel_arrays import Job, make_segment, narrow, widen
+from support.kernel_arrays import Job, make_segment, narrow
 from support.ptx_faults import RULES, described
 from support.strategies import Magnitudes
 
 from superadam import gpu
+from superadam.gpu import adam, pack, scatter
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import CHUNK, Flag, Format, Pass
+from superadam.kernels.native import CHUNK, Dtype, Flag, Format, Pass
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.subprocess,
-    needs_triton,
-    pytest.mark.skipif(not can_compile(), reason="this Triton lacks compilers"),
-    pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU executes the kernels itself"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
+needs_compilers = pytest.mark.skipif(not can_compile(), reason="this Triton lacks compilers")
+EXECUTES = DEVICE.type == "cpu"  # a GPU executes the kernels itself
+executes = pytest.mark.skipif(not (can_compile() and EXECUTES), reason="lacks compilers, or has a GPU")
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-CHOSEN = ["sm_80", "sm_90", "sm_100"] if DEEP else ["sm_90"]
+NVIDIA, AMD = ["sm_80", "sm_90", "sm_100"] if DEEP else ["sm_90"], ["gfx942"]
+"""Targets. NVIDIA's differ in few instructions: sm_80 has shfl for redux.sync, sm_100 alone abs.f32 and f32x2."""
+
+# ---- all variants are here -----------------------------------------------------------------------------------------
+
+
+def test_variants_have_every_dtype_and_flag():
+    assert set(DTYPES.values()) == set(Dtype) - {Dtype.NONE}
+    assert Flag(0) in gpu_variants.COEFFICIENTS
+    assert set(Flag) == {flag for flags in gpu_variants.COEFFICIENTS for flag in flags}
+
+
+@pytest.mark.parametrize("number", range(2, len(DTYPES)))
+def test_dtypes_of_any_number_are_packed_alike(number):
+    every = gpu_variants.SOURCES[-1]
+    for sources, link in itertools.product(itertools.combinations(every, number), every):
+        with noted_launches() as launches:
+            LAUNCHES["pack_kernel"](sources, link, True, True)
+            LAUNCHES["pack_kernel"](every, link, True, True)
+        assert launches[0].constants == launches[1].constants
+
+
+def test_variants_are_all_distinct_and_hold_every_constant():
+    """No kernel is left out, and of no constant only one value is compiled."""
+    seen = {}
+    for name, table in zip(LAUNCHES, (gpu_variants.ADAM, gpu_variants.PACK, gpu_variants.SCATTER), strict=True):
+        with noted_launches() as launches:
+            for arguments in table:
+                LAUNCHES[name](*arguments)
+        assert len(launches) == len(table)
+        for launch in launches:
+            seen.setdefault(launch.name, []).append(dict(launch.constants))
+    assert seen.keys() == gpu_variants.KERNELS.keys() == LAUNCHES.keys()
+    for name, variants in seen.items():
+        assert len({tuple(one.items()) for one in variants}) == len(variants)
+        for constant, value in variants[0].items():
+            if isinstance(value, bool) and constant != "enable_fp_fusion":
+                assert {one[constant] for one in variants} == {False, True}, f"{name}'s {constant}"
+
+
+# ---- what they are compiled to -------------------------------------------------------------------------------------
+
+
+def moved(code: Code, load: str, size: int) -> int:
+    """Return how many vectors of `size` bytes are loaded ("load") or stored ("store")."""
+    parts = "|".join(rf"v{size * 8 // bits}\.b{bits}" for bits in (8, 16, 32, 64) if size * 8 > bits)
+    parts += r"|b32" * (size == 4)
+    ptx = rf"{load.replace('load', 'ld').replace('store', 'st')}\.global\b.*\.({parts})"
+    kind = "global" if code.count(r"global_store.*") else "buffer"
+    word = {2: "short", 4: "dword", 8: "dwordx2", 16: "dwordx4"}[size]
+    return code.count(ptx) + code.count(f"{kind}_{load}_{word}")
+
+
+def check_vectors(code: Code, load: str, dtypes: Iterable[torch.dtype], elements: int, times: int = 1) -> None:
+    """Check that a thread moves neighbouring elements in as few vectors of at most 16 bytes as hold them."""
+    vectors: Counter[int] = Counter()
+    for dtype in dtypes:
+        size = min(16, elements * dtype.itemsize)
+        vectors[size] += times * elements * dtype.itemsize // size
+    for size, number in vectors.items():
+        assert moved(code, load, size) >= number, f"{load}s of {size} bytes"
+
+
+def check_adam_code(
+    code: Code, target: str, gradient: torch.dtype, parameter: torch.dtype, form: Format, flags: Flag, aligned: bool
+) -> None:
+    state = torch.float64 if parameter == torch.float64 else torch.float32
+    elements = 4
+    assert code.threads * elements == adam.BLOCK
+    each = 2 * elements  # in two branches
+    check_arithmetic(
+        code,
+        f"f{8 * state.itemsize}",
+        mul=each * (3 + (Flag.SCALE in flags) + (Flag.DECOUPLED in flags)),
+        fma=each * (3 + (Flag.L2 in flags)),  # both forms of m are computed
+        add=each * 3 + 2,  # and w - 1, once in each branch
+        div=each * 2,
+        sqrt=each,
+    )
+    dtypes = gpu_variants.stored_dtypes(state, form)
+    kept = [dtype for name, dtype in dtypes.items() if "exponents" not in name]
+    kept += [dtypes["exp_avg"]] * (Flag.AMSGRAD in flags)
+    if aligned:
+        check_vectors(code, "load", [*kept, gradient], elements)
+        check_vectors(code, "store", [*kept, parameter], elements)
+
+
+def check_pack_code(
+    code: Code, target: str, sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool
+) -> None:
+    is_large = len(sources) > 1 or (sums and sources != (link,))
+    rows = pack.ROWS_AHEAD.value // (2 if is_large else 1)
+    elements = 2 if target in AMD else 4
+    assert code.threads * elements == pack.CHUNKS_PER_PROGRAM * 16  # of a row
+    folded = 8 + 4 + 2 + 1  # the lanes, pairwise
+    check_arithmetic(code, "f64", fma=sums * 2 * rows * elements, add=sums * folded)
+    if aligned:
+        check_vectors(code, "load", sources, elements, rows)
+        check_vectors(code, "store", [link], elements, rows)
+
+
+def check_scatter_code(code: Code, target: str, dtype: torch.dtype, aligned: bool) -> None:
+    check_arithmetic(code, "f32")
+    if aligned:
+        for what in ("load", "store"):
+            check_vectors(code, what, [dtype], scatter.BLOCK // code.threads)
+
+
+CODE_CHECKS: dict[str, Callable[..., None]] = {
+    "adam_kernel": check_adam_code,
+    "pack_kernel": check_pack_code,
+    "scatter_kernel": check_scatter_code,
+}
+
+
+def check_arithmetic(
+    code: Code, real: str, mul: int = 0, fma: int = 0, add: int = 0, div: int = 0, sqrt: int = 0
+) -> None:
+    """Check that a thread of AMD's computes nothing else, in one dtype, and that every operation rounds once.
+
+    What NVIDIA's would is executed.
+    """
+    if code.count(r"v_.*"):
+        # An exact quotient or root is several instructions of AMD's.
+        assert code.count(rf"v_div_fixup_{real}") == code.count(r"v_div_fixup.*") == div
+        assert code.count(rf"v_rcp_{real}") == code.count(r"v_rcp.*") == div
+        estimates = "v_sqrt_f32" if real == "f32" else "v_rsq_f64"
+        assert code.count(estimates) == code.count(r"v_(sqrt|rsq)_.*") == sqrt
+        assert code.count_pairs(rf"v_mul(_mix)?_{real}", rf"v_pk_mul_{real}") == mul + div + 2 * sqrt
+        fused = 5 * div + (2 if real == "f32" else 7) * sqrt
+        sums = rf"v_(add|sub|subrev|fma|fmac|fmaak|fmamk|fma_mix)_{real}"
+        assert code.count_pairs(sums, rf"v_pk_(add|fma)_{real}") == add + fma + fused
+        assert code.count(rf"v_(pk_)?(add|sub|subrev|mul|fma\w*|div_\w+)_b?f(?!{real[1:]})\d\d") == 0
+
 
 # ---- execution -----------------------------------------------------------------------------------------------------
 
@@ -162,23 +284,10 @@ def check_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flag
 
 
 def places_of(lengths: Sequence[int], aligned: bool) -> tuple[list[int], int]:
-    """Return where tensors begin in a buffer, and its length."""
     if not aligned:
         return offsets_with_gaps(lengths, (3, 0, 40), [*range(len(lengths))][::-1])
     ends = list(itertools.accumulate(-(-length // 64) * 64 for length in lengths))
     return [0, *ends[:-1]], ends[-1]
-
-
-def half_patterns(source: torch.dtype, link: torch.dtype) -> np.ndarray:
-    """Return every half, or fp32 halfway between some halves of `link` and next to that, in sixteen chunks."""
-    every = np.arange(1 << 16, dtype=np.uint16)
-    if source != torch.float32:
-        return every
-    halves = widen(every[::4], DTYPES[link]).view(np.uint32)
-    tie = np.uint32(0x1000 if link == torch.float16 else 0x8000)
-    beside = [halves, halves | tie, halves | tie - np.uint32(1), halves | tie + np.uint32(1)]
-    beside[0][:1024] = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32).view(np.uint32)  # denormal ties
-    return np.concatenate(beside).view(np.float32)
 
 
 def chunks_that_tell(seed: int, dtype: torch.dtype) -> np.ndarray:
@@ -206,7 +315,7 @@ def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool,
     whole = [(chunks_that_tell(number, dtype), dtype) for number, dtype in enumerate(sources)]
     packed = [*whole]
     if len(sources) == 1 and (sources[0].itemsize, link.itemsize) in ((2, 2), (2, 4), (4, 2)):
-        packed.append((half_patterns(sources[0], link), sources[0]))
+        packed.append((telling(DTYPES[sources[0]], DTYPES[link], step=4), sources[0]))
     for number, length in enumerate(lengths):
         kind, dtype = kinds[number % len(kinds)], sources[number % len(sources)]
         packed.append((stored_gradient(number, length, kind, DTYPES[dtype], number % 2 == 0), dtype))
@@ -232,52 +341,96 @@ CHECKS: dict[str, Callable[..., None]] = {
 }
 
 
+def check(request: Request, code: Code) -> None:
+    """Check that a variant is fit for any kernel; executed, it has the bits of the CPU, by every instruction."""
+    assert code.relaxed == 0
+    assert code.keeps_denormals
+    assert code.spilled == 0
+    assert code.count(r"v_(cvt_pkrtz|cvt_sr|exp|log|mad|mac|fract|dot).*_f\d\d.*") == 0
+    assert code.count(r"(atom|red)\..*|.*_atomic_.*") == 0
+    CODE_CHECKS[request.kernel](code, request.target, *request.arguments)
+    if code.ptx and EXECUTES:
+        with executing(code) as executed:
+            CHECKS[request.kernel](*request.arguments)
+        assert len(executed) == len(ptx.parse(code.ptx).instructions)
+
+
+NAMES = {
+    "adam_kernel": "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
+    "pack_kernel": "sources link sums aligned",
+    "scatter_kernel": "dtype aligned",
+}
+"""What variants of the kernels differ in; arguments in `LAUNCHES`, but for the flags."""
+REQUESTS: dict[str, Request] = {}
+"""By the ids of cases."""
+
+
+def word(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else ""
+    if isinstance(value, Format):
+        return (value.name or "").lower() if value else ""
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
+    """Return the decorator of a test that runs over variants for each target, and finds its own in `REQUESTS`."""
+    names, parameters = NAMES[kernel].split(), []
+    for target, arguments in itertools.product(targets, variants):
+        flags = [[flag in one for flag in Flag] if isinstance(one, Flag) else [one] for one in arguments]
+        values = [target, *itertools.chain(*flags)]
+        number = "-".join([kernel, *filter(None, map(word, ["", *names], values))])
+        REQUESTS[number] = Request(target, kernel, arguments)
+        parameters.append(pytest.param(*values, id=number))
+    few = pytest.mark.covering(1)  # every value, not every pair: the compiler takes up to a second for each variant
+    marks = pytest.mark.usefixtures("target", *names), pytest.mark.parametrize(("target", *names), parameters)
+    return lambda test: needs_compilers(few(marks[0](marks[1](test))))
+
+
 @pytest.fixture(scope="module")
 def compilers(request, tmp_path_factory):
-    """Compile what the chosen tests look up."""
-    requests = dict.fromkeys([*requests_of(request), *VAST.values()])
-    compilers = Compilers([*requests], tmp_path_factory.mktemp("triton"), assembles=False)
+    requests = [REQUESTS[one.callspec.id] for one in request.session.items if is_case(one)]
+    compilers = Compilers([*dict.fromkeys([*requests, *VAST.values()])], tmp_path_factory.mktemp("triton"))
     yield compilers
     compilers.close()
 
 
-def check(request: Request, code: Code) -> None:
-    """Check that a variant has the bits of the CPU, and that every instruction was executed for that."""
-    with executing(code) as executed:
-        CHECKS[request.kernel](*request.arguments)
-    assert len(executed) == len(ptx.parse(code.ptx).instructions)
+def is_case(item: Any) -> bool:
+    return item.module.__name__ == __name__ and hasattr(item, "callspec") and item.callspec.id in REQUESTS
 
 
-def over(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
-    """Return the decorator of a test that looks up its parameters by `request_of`."""
-    fixtures = pytest.mark.usefixtures("target", *names.split())
-    few = pytest.mark.covering(1)  # every value, not every pair: the compiler takes up to a second for each variant
-    return lambda test: few(fixtures(cases(targets, names, variants)(test)))
+@pytest.fixture
+def variant(request, compilers):
+    """Return a request, and what it was compiled to."""
+    one = REQUESTS[request.node.callspec.id]
+    return one, compilers.code(one)
 
 
-@over(CHOSEN, ADAM_NAMES, adam_values(ADAM))
-def test_adam_kernel(request, compilers):
-    check(request_of(request.node), compilers.code(request_of(request.node)))
+def check_over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]]) -> Callable[..., None]:
+    """Return the test that checks variants for some targets."""
+
+    @over(targets, kernel, variants)
+    def test(variant: tuple[Request, Code]) -> None:
+        check(*variant)
+
+    return test  # type: ignore[no-any-return]
 
 
-@over(["sm_100"], ADAM_NAMES, adam_values(one for one in ADAM if Format.MOMENTS_8BIT in one[2]))
-def test_adam_kernel_with_8bit_moments(request, compilers):
+test_adam_kernel = check_over(NVIDIA, "adam_kernel", ADAM)
+test_adam_kernel_for_amd = check_over(AMD, "adam_kernel", ADAM)
+test_pack_kernel = check_over(NVIDIA, "pack_kernel", PACK)
+test_pack_kernel_for_amd = check_over(AMD, "pack_kernel", PACK)
+test_scatter_kernel = check_over(NVIDIA, "scatter_kernel", SCATTER)
+test_scatter_kernel_for_amd = check_over(AMD, "scatter_kernel", SCATTER)
+
+
+@over(["sm_100"], "adam_kernel", [one for one in ADAM if Format.MOMENTS_8BIT in one[2]])
+def test_adam_kernel_with_8bit_moments(variant):
     """`abs.f32`, which only this target has, may make any NaN: the bits depend on none."""
-    code = compilers.code(request_of(request.node))
-    assert "abs.f32" in code.ptx
+    assert "abs.f32" in variant[1].ptx
     for nan in (0x7FFFFFFF, 0xFFFFFFFF):
         with mock.patch.dict(ptx.CANONICAL_NAN, f32=nan):
-            check(request_of(request.node), code)
-
-
-@over(CHOSEN, "sources link sums aligned", PACK)
-def test_pack_kernel(request, compilers):
-    check(request_of(request.node), compilers.code(request_of(request.node)))
-
-
-@over(CHOSEN, "dtype aligned", SCATTER)
-def test_scatter_kernel(request, compilers):
-    check(request_of(request.node), compilers.code(request_of(request.node)))
+            check(*variant)
 
 
 # ---- more than 32 bits ---------------------------------------------------------------------------------------------
@@ -313,6 +466,7 @@ def launch_of(request: Request, numel: int, make: Callable[..., torch.Tensor]) -
     return launch, arrays
 
 
+@executes
 @pytest.mark.parametrize("name", VAST)
 def test_tensors_of_more_than_32_bits(compilers, name):
     """Some of the programs run, which may access their parts alone; a small tensor of these gets the same bits."""
@@ -401,13 +555,14 @@ def reason_of(request: Request, code: Code, kernel: ptx.Kernel, most: float) -> 
     return reason, next(count)
 
 
+@executes
 @pytest.mark.deep
 @pytest.mark.parametrize("part", PARTS)
 def test_planted_faults_are_noticed(part, tmp_path):
     """Also by refusing what is no longer an instruction that is known to round as written."""
     torch.set_num_threads(1)
     every = chosen_requests()
-    compilers = Compilers(every, tmp_path, assembles=False, together=7)
+    compilers = Compilers(every, tmp_path, together=7)
     choice, most = random.Random(part).choice, dict[Request, int]()
     outcomes: Counter[tuple[str, str]] = Counter()
     survivors = []

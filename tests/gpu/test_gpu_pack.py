@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gpu_arrays import BACKENDS, DEVICE, Array, Launches, asked_for, needs_triton, offsets_with_gaps
-from support.gpu_checks import check_pack, stored_gradient
-from support.kernel_arrays import HALVES_AND_FLOAT32, widen
+from support.gpu_arrays import BACKENDS, DEVICE, Launches, asked_for, needs_triton, offsets_with_gaps
+from support.gpu_checks import check_pack, stored_gradient, telling
+from support.intervals import HALVES
+from support.kernel_arrays import HALVES_AND_FLOAT32
 from support.strategies import Magnitudes, magnitudes
 
 from superadam import gpu
@@ -23,12 +24,6 @@ from superadam.gpu import Backend, backend, choice, language, pack
 from superadam.kernels.native import CHUNK, Dtype
 
 LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 255, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17])
-
-
-@pytest.fixture(params=BACKENDS)
-def implementation(request):
-    with asked_for(request.param):
-        yield request.param
 
 
 def chunks_per_program(number: int) -> AbstractContextManager[object]:
@@ -64,37 +59,6 @@ def test_packing_has_the_bits_of_the_cpu(data):
             check_pack(stored, dtypes, link, places, numel, starts, with_norm and name == "triton")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "link"),
-    [(Dtype.BFLOAT16, Dtype.FLOAT32), (Dtype.FLOAT16, Dtype.FLOAT16), (Dtype.FLOAT64, Dtype.FLOAT64)],
-    ids=lambda dtype: dtype.name.lower(),
-)
-def test_whole_and_ragged_chunks_of_several_programs(implementation, source, link):
-    lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, CHUNK + 5]  # eight whole chunks, then three with ends
-    kinds = [Magnitudes.ORDINARY, Magnitudes.ORDINARY, Magnitudes.WIDE, Magnitudes.BITS, Magnitudes.SPECIAL]
-    stored = [
-        stored_gradient(number, length, kind, source, sprinkle=number == 2)
-        for number, (length, kind) in enumerate(zip(lengths, kinds, strict=True))
-    ]
-    places, numel = offsets_with_gaps(lengths, (64,), range(len(lengths)))
-    check_pack(stored, [source] * len(lengths), link, places, numel)
-
-
-HALVES = (Dtype.BFLOAT16, Dtype.FLOAT16)
-
-
-def telling(dtype: Dtype, link: Dtype) -> Array:
-    """Return every half; or as fp32 those of `link`, what lies halfway to the next and next to that, and all NaNs."""
-    halves = np.arange(1 << 16, dtype=np.uint16)
-    if dtype in HALVES:
-        return halves
-    every, half = widen(halves, link).view(np.uint32), np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
-    bits = np.concatenate([every, every | half, every | half - np.uint32(1), every | half + np.uint32(1)])
-    denormal_ties = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32)
-    return np.concatenate([bits.view(np.float32), denormal_ties, -denormal_ties])
-
-
 @pytest.mark.parametrize(
     ("dtype", "link"),
     [*itertools.product(HALVES, HALVES_AND_FLOAT32), *itertools.product([Dtype.FLOAT32], HALVES)],
@@ -117,13 +81,6 @@ def test_many_small_tensors_take_one_launch():
     with asked_for("triton"), chunks_per_program(64), mock.patch.object(pack, "pack_kernel", launches):
         check_pack(stored, [Dtype.FLOAT32] * len(lengths), Dtype.FLOAT32, places, numel)
         assert launches.grids == [(-(-300 // pack.CHUNKS_PER_PROGRAM),)]
-
-
-def test_layouts_other_than_rows_count_in_the_order_of_memory(implementation):
-    gradient = torch.arange(24.0, device=DEVICE).reshape(2, 3, 4).permute(2, 0, 1)
-    buffer = torch.empty(24, device=DEVICE)
-    gpu.pack_gradients([gradient], [0], buffer)
-    assert buffer.tolist() == list(range(24))
 
 
 def test_nothing_to_pack_is_allowed(implementation):

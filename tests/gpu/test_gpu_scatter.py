@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +12,6 @@ from support.strategies import lengths
 from superadam import gpu
 from superadam.gpu import scatter
 from superadam.kernels.dtypes import DTYPES
-
-
-@pytest.fixture(params=BACKENDS)
-def implementation(request):
-    with asked_for(request.param):
-        yield request.param
 
 
 @given(st.data())

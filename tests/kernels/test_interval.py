@@ -23,7 +23,6 @@ EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.nam
 
 
 def values_at(case: Case, factor: float, *, rounds: bool, is_cut: bool) -> np.ndarray:
-    """Return the new values with this factor."""
     values = formula.adam_formula(at_factor(case.k, factor, rounds=rounds), *case.elements)[0]
     return compact.rounded_24bit(values, case.k.turn) if is_cut else values
 

@@ -7,14 +7,14 @@ at every byte offset.)
 
 import ctypes
 import faulthandler
+import itertools
 import mmap
 import resource
 import signal
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.children import exit_code_of_child
+from support.children import exit_code_of_child, in_child
 from support.kernel_arrays import STATE, STORAGE, variants
 
 from superadam.kernels import native
@@ -39,32 +39,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _NO_ACCESS = 0  # PROT_NONE
 
 
-class GuardedMemory:
-    """At least `size` bytes that can be made read-only, with an inaccessible page on either side.
-
-    The first byte before or after it ends the process with SIGSEGV.
-    """
-
-    def __init__(self, size: int) -> None:
-        page = mmap.PAGESIZE
-        self.size = -(-size // page) * page
-        self._memory = mmap.mmap(-1, self.size + 2 * page)
-        self._begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + page
-        _protect(self._begin - page, page, _NO_ACCESS)
-        _protect(self._begin + self.size, page, _NO_ACCESS)
-
-    def fill(self, byte: int) -> None:
-        ctypes.memset(self._begin, byte, self.size)
-
-    def set_read_only(self, read_only: bool) -> None:
-        _protect(self._begin, self.size, mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE)
-
-    def address(self, size: int, *, at_end: bool) -> int:
-        """Return where `size` bytes lie that end, or begin, exactly at an inaccessible page."""
-        return self._begin + self.size - size if at_end else self._begin
-
-
-def _protect(address: int, size: int, protection: int) -> None:
+def protect(address: int, size: int, protection: int) -> None:
     if _libc.mprotect(address, size, protection) != 0:
         raise OSError(ctypes.get_errno(), "mprotect failed")
 
@@ -76,16 +51,23 @@ def coefficient_table() -> np.ndarray:
 
 
 class Guards:
-    """One guarded memory for each array of a segment."""
+    """Memory for each array of a segment, which is read-only if the pass only reads it, between two inaccessible pages.
 
-    def __init__(self) -> None:
-        self._memories = {name: GuardedMemory(8 * max(LENGTHS)) for name in ARRAYS}
+    The first byte before or after it ends the process with SIGSEGV.
+    """
 
-    def prepare(self, which: Pass, fill: int = FILL) -> None:
+    def __init__(self, which: Pass, fill: int = FILL) -> None:
+        page = mmap.PAGESIZE
+        self._size = -(-8 * max(LENGTHS) // page) * page
+        self._memories = {name: mmap.mmap(-1, self._size + 2 * page) for name in ARRAYS}
+        self._begins = {}
         for name, memory in self._memories.items():
-            memory.set_read_only(False)
-            memory.fill(fill)
-            memory.set_read_only(name not in (*WRITTEN[which], "sums", "nonfinite"))
+            begin = self._begins[name] = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + page
+            ctypes.memset(begin, fill, self._size)
+            for outside in (begin - page, begin + self._size):
+                protect(outside, page, _NO_ACCESS)
+            if name not in (*WRITTEN[which], "sums", "nonfinite"):
+                protect(begin, self._size, mmap.PROT_READ)
 
     def table(self, length: int, gradient: Dtype, out: Dtype, *, norm: bool, at_end: bool) -> np.ndarray:
         real = 8 if gradient is Dtype.FLOAT64 else 4
@@ -98,30 +80,20 @@ class Guards:
             sizes["sums"] = sizes["nonfinite"] = 8 * native.chunk_count(length)
         table = np.zeros(1, native.SEGMENT)
         for name, size in sizes.items():
-            table[name] = self._memories[name].address(size, at_end=at_end)
+            table[name] = self._begins[name] + (self._size - size if at_end else 0)
         table["length"], table["gradient_dtype"], table["out_dtype"] = length, gradient, out
         return table
 
 
-def combinations(which: Pass) -> Iterator[tuple[Dtype, Dtype, bool]]:
-    norms = [True] if which is Pass.NORM else [False, True]
-    return ((gradient, out, norm) for gradient, out in variants(which) for norm in norms)
-
-
 @EACH_END
 @pytest.mark.parametrize(("which", "fill"), [*((which, FILL) for which in Pass), (Pass.NORM, NAN)])
+@in_child
 def test_no_byte_outside_is_touched(isa, which, fill, at_end):
     """Chunks that have NaN are read a second time, to count them."""
-
-    def work():
-        guards = Guards()
-        guards.prepare(which, fill)
-        for gradient, out, norm in combinations(which):
-            for length in LENGTHS:
-                table = guards.table(length, gradient, out, norm=norm, at_end=at_end)
-                native.run(which, table, coefficient_table(), isa=isa, threads=1)
-
-    assert exit_code_of_child(work) == 0
+    guards = Guards(which, fill)
+    for (gradient, out), norm, length in itertools.product(variants(which), {True, which is Pass.NORM}, LENGTHS):
+        table = guards.table(length, gradient, out, norm=norm, at_end=at_end)
+        native.run(which, table, coefficient_table(), isa=isa, threads=1)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +108,7 @@ def test_the_guards_catch(which, prepared, name, change, at_end):
     def work():
         faulthandler.disable()  # this crash is wanted: no report, no core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        guards = Guards()
-        guards.prepare(prepared)
+        guards = Guards(prepared)
         out = Dtype.NONE if which is Pass.NORM else Dtype.BFLOAT16
         table = guards.table(33, Dtype.BFLOAT16, out, norm=which is Pass.NORM, at_end=at_end)
         table[name] = int(table[name][0]) + change

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.children import exit_code_of_child
+from support.children import exit_code_of_child, in_child
 from support.kernel_arrays import Job, make_segment
 from support.strategies import USUAL, Magnitudes
 
@@ -56,68 +56,58 @@ def test_any_number_of_threads_gives_the_same_bits(which):
         job.check(expected, f" with {threads} threads and {isa}")
 
 
+@in_child
 def test_as_many_threads_join_as_a_job_is_long():
     """A child begins with one thread and an empty pool."""
-
-    def work():
-        before = len(threads_now())
-        make_job(2 * CHUNKS_PER_THREAD * native.CHUNK - native.CHUNK).run("scalar", threads=7)
-        assert len(threads_now()) - before == 0
-        make_job(2 * CHUNKS_PER_THREAD * native.CHUNK).run("scalar", threads=7)
-        assert len(threads_now()) - before == 1
-        make_job(*lengths_for(7)).run("scalar", threads=7)
-        assert len(threads_now()) - before == 6
-        make_job(*lengths_for(7)).run("scalar", threads=3)
-        assert len(threads_now()) - before == 6
-
-    assert exit_code_of_child(work) == 0
+    before = len(threads_now())
+    make_job(2 * CHUNKS_PER_THREAD * native.CHUNK - native.CHUNK).run("scalar", threads=7)
+    assert len(threads_now()) - before == 0
+    make_job(2 * CHUNKS_PER_THREAD * native.CHUNK).run("scalar", threads=7)
+    assert len(threads_now()) - before == 1
+    make_job(*lengths_for(7)).run("scalar", threads=7)
+    assert len(threads_now()) - before == 6
+    make_job(*lengths_for(7)).run("scalar", threads=3)
+    assert len(threads_now()) - before == 6
 
 
 def processor_nanoseconds(threads: set[int]) -> np.ndarray:
-    """Return how long each of these threads has run."""
     files = [Path(f"/proc/self/task/{thread}/schedstat") for thread in sorted(threads)]
     return np.array([int(file.read_text().split()[0]) for file in files])
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell")
+@in_child
 def test_as_many_threads_work_as_a_job_was_given():
     """A thread that works takes a 64th of this job at the least; one that wakes in vain takes microseconds."""
-
-    def work():
-        others = threads_now() - {threading.get_native_id()}
-        make_job(*lengths_for(7)).run("scalar", threads=7)
-        ours = threads_now() - others
-        assert len(ours) == 7
-        job = make_job(1 << 18, which=Pass.NORM)
-        table = np.repeat(job.table(), 256)
-        for threads in (2, 5):
-            most = 0
-            for _ in range(TRIES):
-                before = processor_nanoseconds(ours)
-                native.run(Pass.NORM, table, isa="scalar", threads=threads)
-                ran = processor_nanoseconds(ours) - before
-                working = sum(one > ran.sum() / 128 for one in ran)
-                assert working <= threads
-                most = max(most, working)
-                if most >= min(threads, 3):  # a busy machine may let the others come too late
-                    break
-            assert most >= min(threads, 3)
-
-    assert exit_code_of_child(work) == 0
+    others = threads_now() - {threading.get_native_id()}
+    make_job(*lengths_for(7)).run("scalar", threads=7)
+    ours = threads_now() - others
+    assert len(ours) == 7
+    job = make_job(1 << 18, which=Pass.NORM)
+    table = np.repeat(job.table(), 256)
+    for threads in (2, 5):
+        most = 0
+        for _ in range(TRIES):
+            before = processor_nanoseconds(ours)
+            native.run(Pass.NORM, table, isa="scalar", threads=threads)
+            ran = processor_nanoseconds(ours) - before
+            working = sum(one > ran.sum() / 128 for one in ran)
+            assert working <= threads
+            most = max(most, working)
+            if most >= min(threads, 3):  # a busy machine may let the others come too late
+                break
+        assert most >= min(threads, 3)
 
 
+@in_child
 def test_idle_threads_use_no_processor_time():
     """One spinning thread alone would use the whole half second; waking and sleeping again uses microseconds."""
-
-    def work():
-        others = len(threads_now())
-        make_job(*lengths_for(7)).run("scalar", threads=7)
-        before = time.process_time()
-        time.sleep(0.5)
-        assert len(threads_now()) - others == 6
-        assert time.process_time() - before < 0.1
-
-    assert exit_code_of_child(work) == 0
+    others = len(threads_now())
+    make_job(*lengths_for(7)).run("scalar", threads=7)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert len(threads_now()) - others == 6
+    assert time.process_time() - before < 0.1
 
 
 def blocked_signals(thread: int) -> int:
@@ -126,20 +116,17 @@ def blocked_signals(thread: int) -> int:
     return int(line.split()[1], 16)
 
 
+@in_child
 def test_signals_stay_with_the_threads_of_the_program():
     """A signal that the program waits for, or that is to interrupt its main thread, is never delivered to the pool."""
-
-    def work():
-        caller = threading.get_native_id()
-        before, there = blocked_signals(caller), threads_now()
-        make_job(*lengths_for(3)).run("scalar", threads=3)
-        assert blocked_signals(caller) == before
-        pool = threads_now() - there
-        assert len(pool) == 2
-        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD):
-            assert all(blocked_signals(thread) >> (one - 1) & 1 for thread in pool)
-
-    assert exit_code_of_child(work) == 0
+    caller = threading.get_native_id()
+    before, there = blocked_signals(caller), threads_now()
+    make_job(*lengths_for(3)).run("scalar", threads=3)
+    assert blocked_signals(caller) == before
+    pool = threads_now() - there
+    assert len(pool) == 2
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD):
+        assert all(blocked_signals(thread) >> (one - 1) & 1 for thread in pool)
 
 
 def test_concurrent_callers_get_right_results():
@@ -154,6 +141,7 @@ def test_concurrent_callers_get_right_results():
                 job.check(expected, f" with {isa}")
 
 
+@in_child
 def test_callers_that_wait_for_their_jobs_at_once_all_wake():
     """Short jobs, so that their ends often meet."""
     start = threading.Barrier(3)
@@ -165,12 +153,9 @@ def test_callers_that_wait_for_their_jobs_at_once_all_wake():
             start.wait()
             native.run(Pass.NORM, table, threads=3)
 
-    def work():
-        with ThreadPoolExecutor(3) as callers:
-            for one in [callers.submit(run_many) for _ in range(3)]:
-                one.result()
-
-    assert exit_code_of_child(work) == 0
+    with ThreadPoolExecutor(3) as callers:
+        for one in [callers.submit(run_many) for _ in range(3)]:
+            one.result()
 
 
 @pytest.mark.slow

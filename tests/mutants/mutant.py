@@ -35,12 +35,10 @@ class Mutant:
 
     @property
     def text(self) -> bytes:
-        """The file with the fault."""
         return self.source[: self.start] + self.new + self.source[self.end :]
 
     @property
     def place(self) -> str:
-        """File, line and function."""
         line = self.source.count(b"\n", 0, self.start) + 1
         return f"{self.file}:{line} {self.function}"
 
@@ -57,6 +55,5 @@ class Mutant:
         return self.file, self.function, self.rule, digest[:12]
 
     def diff(self) -> str:
-        """Return the fault as a unified diff."""
         before, after = (text.decode().splitlines(keepends=True) for text in (self.source, self.text))
         return "".join(difflib.unified_diff(before, after, f"a/{self.file}", f"b/{self.file}", n=2))

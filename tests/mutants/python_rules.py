@@ -90,7 +90,6 @@ class Rules(ast.NodeVisitor):
         self.add(rule, self.start(node), self.end(node), new)
 
     def swap(self, left: ast.AST, right: ast.AST) -> None:
-        """Swap the operator between two nodes."""
         first, last = (bisect.bisect_left(self.tokens, (at,)) for at in (self.end(left), self.start(right)))
         words = [(at, word) for at, word in self.tokens[first:last] if word not in "()"]
         start, end, operator = words[0][0], words[-1][0] + len(words[-1][1]), " ".join(word for _, word in words)

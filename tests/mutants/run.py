@@ -62,7 +62,6 @@ def sources(root: Path) -> list[str]:
 
 
 def mutants_in(file: str, source: bytes) -> list[Mutant]:
-    """Return all mutants of a file, in the order of their places."""
     return Rules(file, source).found if file.endswith(".py") else mutants_of_c(file, source)
 
 

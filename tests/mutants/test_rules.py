@@ -45,28 +45,6 @@ def test_a_rule_makes_its_mutants(rule: str, source: str, changes: dict[str, str
     assert texts == sorted(source.replace(old, new, 1) for old, new in changes.items())
 
 
-def test_what_only_readers_and_type_checkers_see_is_left_alone() -> None:
-    source = '''
-"""Adds 1 + 1."""
-__all__ = ["a" + "b"]
-if TYPE_CHECKING:
-    Pair = tuple[1 + 1]
-class Shape(Protocol):
-    size: int = 1 + 1
-class Square:
-    @abc.abstractmethod
-    def area(self, a: Literal[1 + 1]) -> int: raise NotImplementedError(1 + 1)
-assert isinstance(a, b)
-assert a is not None, 1 + 1
-_logger.warning("%s", 1 + 1)
-f"{1 + 1}"
-error = ValueError(a, b)
-'''
-    assert [mutant.diff() for mutant in mutants_in("a.py", source.encode())] == []
-    source = '#if A < 1\n#endif\n__attribute__((aligned(64))) static char *a; /* 1 < 2 */\n_Static_assert(A < 1, "");\n'
-    assert [mutant.diff() for mutant in mutants_in("a.c", source.encode())] == []
-
-
 def test_key_stays_where_code_moves_and_tells_mutants_of_a_line_apart() -> None:
     source = "def f(x):\n    if x:\n        g(x, 1, 2)\n"
     found = mutants_in("a.py", source.encode())

@@ -1,6 +1,7 @@
 """Runs a function in a forked child, where a crash, a hang or a fresh thread pool is an outcome to look at."""
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -45,6 +46,16 @@ def exit_code_of_child(work: Callable[[], object], seconds: float = 240.0) -> in
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     raise TimeoutError(f"the child did not end within {seconds} s")
+
+
+def in_child(test: Callable[..., object]) -> Callable[..., None]:
+    """Let a test run in a forked child, which begins with one thread and an empty pool."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        assert exit_code_of_child(lambda: test(**arguments)) == 0
+
+    return run
 
 
 def without_torch(code: str) -> list[str]:

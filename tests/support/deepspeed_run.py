@@ -43,7 +43,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def words_of(step: int, rank: int, ranks: int) -> Tensor:
-    """Return this rank's part of a batch."""
     words = torch.randint(0, 7, (BATCH,), generator=torch.Generator().manual_seed(step))
     return words.chunk(ranks)[rank]
 

@@ -59,7 +59,7 @@ class FakeCuda:
         return nullcontext()
 
     def set_device(self, device: object) -> None:
-        self.log.append(("set_device", threading.current_thread().name))
+        self.log.append(("set_device", device, threading.current_thread().name))
 
     def get_device_properties(self, device: object) -> SimpleNamespace:
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)

@@ -119,7 +119,6 @@ def _room(a: Array, dtype: Dtype, *, is_cut: bool) -> Array:
 
 
 def smaller(a: Array, b: Array) -> Array:
-    """Return a where it is smaller, else b."""
     return np.where(a < b, a, b)
 
 
@@ -212,7 +211,6 @@ def chunk_sums(gradient: Array) -> npt.NDArray[np.float64]:
 
 
 def chunk_nonfinite(gradient: Array) -> npt.NDArray[np.int64]:
-    """Return the count of Inf and NaN in each chunk of a 1-D gradient."""
     starts = range(0, len(gradient), CHUNK)
     return np.array([np.count_nonzero(~np.isfinite(gradient[i : i + CHUNK])) for i in starts], dtype=np.int64)
 

@@ -78,7 +78,6 @@ class Placed(kernel_arrays.Placed):
         return self._there.cpu().numpy()
 
     def read(self) -> Array:
-        """Return the values, as stored."""
         return self._now()[self._inside].view(self.view.dtype)
 
 

@@ -1,14 +1,14 @@
 """What tests check of the kernels of superadam.gpu, whether these are interpreted, compiled, or executed."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from support.gpu_arrays import DEVICE, TORCH_DTYPES, Array, Placed
-from support.gpu_variants import LAUNCHES, Request, stored_dtypes
+from support.gpu_variants import stored_dtypes
+from support.intervals import HALVES
 from support.kernel_arrays import STORAGE, Job, Segment, differing, differing_stored, narrow, widen
 from support.strategies import Magnitudes, random_array
 
@@ -16,7 +16,7 @@ from superadam import gpu
 from superadam.gpu import Backend, backend
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.native import Dtype, Flag, Format, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ARRAYS
 
@@ -70,6 +70,18 @@ def stored_gradient(seed: int, length: int, kind: Magnitudes, dtype: Dtype, spri
     if sprinkle and length:
         values[rng.integers(0, length, 3)] = rng.choice([np.inf, -np.inf, np.nan], 3)
     return narrow(values, dtype)
+
+
+def telling(dtype: Dtype, link: Dtype, step: int = 1) -> Array:
+    """Return every half; or as fp32 those of `link`, what lies halfway between two, and next to that."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    if dtype in HALVES:
+        return halves
+    every = widen(halves[::step], link).view(np.uint32)
+    half = np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
+    bits = np.concatenate([every, every | half, every | half - np.uint32(1), every | half + np.uint32(1)])
+    denormal_ties = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32)
+    return np.concatenate([bits.view(np.float32), denormal_ties, -denormal_ties])
 
 
 def norms_of_cpu(stored: Sequence[Array], dtype: Dtype) -> tuple[Array, Array]:
@@ -152,54 +164,3 @@ def check_scatter(
     for one, values in zip(targets, expected, strict=True):
         assert one.outside_is_unchanged()
         assert one.read().tobytes() == values.tobytes()
-
-
-def cases(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Return the mark of a test that runs over variants for each target, or as few as hold all pairs of values."""
-
-    def word(name: str, value: Any) -> str:
-        if isinstance(value, bool):
-            return name if value else ""
-        if isinstance(value, Format):
-            return (value.name or "").lower() if value else ""
-        return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-    parameters = [
-        pytest.param(target, *values, id="-".join([target, *filter(None, map(word, names.split(), values))]))
-        for values in variants
-        for target in targets
-    ]
-    return pytest.mark.parametrize(("target", *names.split()), parameters)
-
-
-ADAM_NAMES = "gradient parameter form scale maximize decoupled l2 amsgrad round aligned"
-
-
-def adam_values(variants: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of `ADAM_NAMES` of variants of the update."""
-    for *dtypes, form, flags, aligned in variants:
-        yield (*dtypes, form, *(flag in flags for flag in Flag), aligned)
-
-
-def request_of(item: pytest.Function) -> Request:
-    values = dict(item.callspec.params)
-    (name,) = (kernel for kernel in LAUNCHES if kernel in item.originalname)
-    target = values.pop("target")
-    if name == "adam_kernel":
-        flags = Flag(sum(flag for flag in Flag if values.pop(flag.name.lower())))
-        first = {key: values[key] for key in ("gradient", "parameter", "form")}
-        values = {**first, "flags": flags, **values}
-    return Request(target, name, tuple(values.values()))
-
-
-def requests_of(request: pytest.FixtureRequest) -> list[Request]:
-    """Return what the chosen tests of a fixture's module look up."""
-    return [
-        request_of(item)
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.module is request.module
-        and "compilers" in item.fixturenames
-        and hasattr(item, "callspec")
-        and "target" in item.callspec.params
-    ]

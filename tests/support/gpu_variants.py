@@ -100,7 +100,6 @@ def launch_adam(
 def launch_pack(
     sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool, numel: int = CHUNK + 1
 ) -> None:
-    """Pack one gradient of each dtype."""
     count, chunks = len(sources), chunk_count(numel)
     places = [chunks * CHUNK * number for number in range(count)]
     target = tensor(places[-1] + numel, link, aligned)
@@ -109,7 +108,6 @@ def launch_pack(
 
 
 def launch_scatter(dtype: torch.dtype, aligned: bool, numel: int = 10) -> None:
-    """Copy one tensor."""
     gpu.scatter_values([tensor(numel, dtype)], [tensor(numel, dtype, aligned)])
 
 
@@ -241,18 +239,15 @@ class Request(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def _compile_all(assembles: bool) -> None:
+def _compile_all() -> None:
     """Read requests from standard input, and write their `Code`s to standard output."""
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver
 
     targets = {name: GPUTarget(*arguments) for name, arguments in TARGETS.items()}
     active = mock.Mock()
     driver.set_active(active)
     codes = []
-    if not assembles:
-        CUDABackend.make_cubin = lambda *_: b""
     for target, name, arguments in pickle.load(sys.stdin.buffer):
         active.get_current_device.return_value = target
         active.get_current_target.return_value = targets[target]
@@ -282,13 +277,11 @@ class Compilers:
     Args:
         requests: what will be asked for.
         cache: an empty folder for Triton's files.
-        assembles: whether NVIDIA's assembler, which takes half of the time, is to tell what spills.
         together: requests that one process answers.
     """
 
-    def __init__(self, requests: Sequence[Request], cache: Path, *, assembles: bool = True, together: int = 64) -> None:
+    def __init__(self, requests: Sequence[Request], cache: Path, together: int = 64) -> None:
         self._cache = cache
-        self._assembles = assembles
         self._threads = ThreadPoolExecutor(2)
         self._parts: dict[Request, tuple[Future[list[Code]], int]] = {}
         for begin in range(0, len(requests), together):
@@ -297,12 +290,10 @@ class Compilers:
             self._parts.update({request: (codes, number) for number, request in enumerate(part)})
 
     def code(self, request: Request) -> Code:
-        """Return what a request was compiled to, once it is."""
         codes, number = self._parts[request]
         return codes.result()[number]
 
     def close(self) -> None:
-        """Compile no more."""
         self._threads.shutdown(cancel_futures=True)
 
     def _compile(self, requests: Sequence[Request]) -> list[Code]:
@@ -310,7 +301,7 @@ class Compilers:
         environment |= {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "TRITON_INTERPRET": "0"}
         path = filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
         done = subprocess.run(
-            [sys.executable, "-c", f"from support import gpu_variants; gpu_variants._compile_all({self._assembles})"],
+            [sys.executable, "-c", "from support import gpu_variants; gpu_variants._compile_all()"],
             input=pickle.dumps(requests),
             env=environment | {"PYTHONPATH": os.pathsep.join(path)},
             check=False,

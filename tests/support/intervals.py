@@ -33,7 +33,6 @@ class Case:
 
 
 def at_factor(k: Coefficients, factor: float, *, rounds: bool = False) -> Coefficients:
-    """Return coefficients with another factor."""
     flags = k.flags & ~(Flag.SCALE | Flag.ROUND)
     if factor != 1.0:
         flags |= Flag.SCALE | (Flag.ROUND if rounds else Flag(0))
@@ -195,7 +194,6 @@ def elements(
     is_bfloat16: bool = False,
     every: Sequence[Callable[[Draws], Kind]] = (*RELATIVE, *ABSOLUTE),
 ) -> Elements:
-    """Return elements of every kind."""
     made = []
     with np.errstate(all="ignore"):
         for number, kind in enumerate(every):
@@ -257,7 +255,6 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 def drawn_case(rng: np.random.Generator, count: int = 4096) -> Case:
-    """Draw one such case."""
     while True:
         hyper = Hyperparameters(
             lr=float(10 ** rng.uniform(-8, 0.5)),

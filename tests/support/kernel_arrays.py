@@ -73,7 +73,6 @@ def differing(actual: Array, expected: Array) -> int:
 
 
 def differing_stored(actual: Array, expected: Array, dtype: Dtype) -> int:
-    """Return `differing` of arrays stored as `dtype`."""
     return differing(widen(actual, dtype), widen(expected, dtype))
 
 
@@ -181,8 +180,6 @@ def coefficient_table(sets: Sequence[Coefficients]) -> npt.NDArray[np.void]:
 
 @dataclass
 class Job:
-    """A pass over some segments."""
-
     which: Pass
     segments: list[Segment]
     sets: list[Coefficients] = field(default_factory=list)

@@ -62,7 +62,6 @@ class Listing:
         return self._list
 
     def check(self, threads: int = 1) -> None:
-        """Assert that every instruction set lists what the oracle does."""
         for isa in native.available_isas():
             expected = self.run(isa, threads)
             assert self.count == len(expected["index"]), isa
@@ -70,7 +69,6 @@ class Listing:
                 assert differing(actual, expected[name]) == 0, f"{name} with {isa}"
 
     def table(self) -> np.ndarray:
-        """Return the table of the pass, with the list."""
         table = self.job.table()
         table["uncertain"] = self.record.ctypes.data
         return table

@@ -43,14 +43,12 @@ class TorchWithMasters(Optimizer):
 
 
 def copy_weights(optimizer: Optimizer, source: Optimizer) -> None:
-    """Give the parameters of an optimizer the values of another's."""
     with torch.no_grad():
         for one, theirs in zip(parameters_of(optimizer), parameters_of(source), strict=True):
             one.copy_(theirs)
 
 
 def trained(optimizer: Any, seeds: Iterable[int] = range(2), *, speculative: bool = False) -> Any:
-    """Return an optimizer after these steps."""
     for seed in seeds:
         train(optimizer, seed, speculative=speculative)
     return optimizer
@@ -64,7 +62,6 @@ def train_alike(optimizer: Any, twin: Any, *seeds: int, speculative: bool = True
 
 
 def through_disk(value: Any, *, weights_only: bool = True) -> Any:
-    """Return what is loaded of a file that a value was saved to."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

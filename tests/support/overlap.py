@@ -16,6 +16,7 @@ from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import Job, ThreadWorker, Work, Worker
+from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice, stand_in
 
 
@@ -101,6 +102,12 @@ DEVICES: dict[str, Callable[[int], Device]] = {
     "simulated": SimulatedDevice,
 }
 """By their seed, which the simulated one has."""
+
+
+def layout_of(*tensors: Tensor, is_on_host: bool = True) -> FlatLayout[Any]:
+    """Return the layout of a buffer for parameters with these values."""
+    parameters = enumerate(map(nn.Parameter, tensors))
+    return FlatLayout([ParameterState(one, row, f"p{row}", is_on_host=is_on_host) for row, one in parameters])
 
 
 def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
@@ -201,7 +208,6 @@ def adam(model: nn.Module, **options: Any) -> SpeculativeCPUAdam:
 
 
 def twins(make: Callable[[], nn.Module] = mlp, **options: Any) -> tuple[Any, Any, Any, Any]:
-    """Return two equal models, each with its optimizer."""
     model, twin = make(), make()
     return model, adam(model, **options), twin, adam(twin, **options)
 
@@ -212,7 +218,6 @@ def eager(optimizer: SpeculativeCPUAdam, model: nn.Module, **options: Any) -> Of
 
 
 def everything(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
-    """Return parameters, buffers and state as bits."""
     buffers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
     return {**state_bits(optimizer), "buffers": buffers}
 
@@ -220,7 +225,6 @@ def everything(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, Any
 def train(
     model: nn.Module, optimizer: SpeculativeCPUAdam, steps: range, loss: Callable[[nn.Module, int], Tensor] = loss_of
 ) -> None:
-    """Make ordinary steps."""
     for seed in steps:
         optimizer.zero_grad()
         loss(model, seed).backward()

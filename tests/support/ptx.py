@@ -123,7 +123,6 @@ class Bytes:
         self._past = {what: np.full((3, numel), self.NOBODY, np.int32) for what in ("read", "write")}
 
     def note(self, at: Array, size: int, thread: Array, epoch: int, what: str) -> None:
-        """Note that threads access `size` bytes each."""
         count = size // self._grain
         at = ((at // self._grain)[:, None] + np.arange(count)).reshape(-1)
         thread = np.repeat(thread.astype(np.int32), count)

@@ -12,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from support import compact, formula
+from support.kernel_arrays import narrow, widen
 from torch import Tensor
 
 from superadam import StepKind
+from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Format
 
@@ -40,12 +42,7 @@ def flat(tensor: Tensor, like: Tensor) -> Array:
 
 
 def rounded(values: Array, dtype: torch.dtype) -> Array:
-    """Return fp32 values as a parameter of `dtype` shows them."""
-    if dtype == torch.bfloat16:
-        return formula.widen_bfloat16(formula.narrow_bfloat16(values))
-    if dtype == torch.float16:
-        return formula.widen_float16(formula.narrow_float16(values))
-    return values
+    return widen(narrow(values, DTYPES[dtype]), DTYPES[dtype])
 
 
 @dataclass
@@ -66,7 +63,6 @@ class Parameter:
 
     @property
     def shown(self) -> Array:
-        """What the model computes with."""
         return rounded(self.p, self.dtype) if self.written is None else self.written
 
     def write(self, where: Array, values: Array) -> None:
@@ -99,15 +95,19 @@ class Synchronous:
             Parameter(flat(tensor, tensor), tensor.dtype, form=form_of(tensor, moments, master)) for tensor in tensors
         ]
 
+    def norm_of(self, gradients: Mapping[int, Array]) -> tuple[float, bool]:
+        sums = [s for i in sorted(gradients) for s in formula.chunk_sums(gradients[i]).tolist()]
+        norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
+        return norm, all(np.isfinite(gradient).all() for gradient in gradients.values())
+
     def step(
         self, gradients: Mapping[int, Array], hyper: Sequence[Hyperparameters], max_norm: float | None
     ) -> tuple[StepKind, float]:
         """Make one step with flat gradients by position; return its kind and norm."""
         for i in gradients:
             self.parameters[i].adopt()
-        sums = [s for i in sorted(gradients) for s in formula.chunk_sums(gradients[i]).tolist()]
-        norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
-        if not all(np.isfinite(gradient).all() for gradient in gradients.values()):
+        norm, is_finite = self.norm_of(gradients)
+        if not is_finite:
             return StepKind.SKIPPED, norm
         unlimited = max_norm is None or math.isinf(max_norm)
         clip = 1.0 if unlimited else float(np.float32(min(1.0, max_norm / (norm + 1e-6))))

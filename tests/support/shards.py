@@ -2,21 +2,21 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from support import formula
 from support.overlap import ThreadDevice
-from support.reference import Parameter, flat, same_bits
+from support.reference import Array, Synchronous, flat, same_bits
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from superadam.devices import Device
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.testing import SimulatedDevice
 
 
@@ -62,7 +62,6 @@ def is_first_replica(tensor: Any) -> bool:
 
 
 def wrap(modules: Iterable[nn.Module], **options: Any) -> None:
-    """Shard each of these modules, from the inside outwards."""
     for module in modules:
         fully_shard(module, **options)
 
@@ -84,7 +83,7 @@ DEVICES: dict[str, Callable[[], tuple[Device, int]]] = {
 """Where schedulers work, and how many buckets stay there."""
 
 
-class Oracle:
+class Oracle(Synchronous):
     """Adam in numpy over this rank's parts of parameters, with the norm over all ranks.
 
     `twins` are ordinary copies of the parameters, whose `.grad` it reads.
@@ -94,43 +93,36 @@ class Oracle:
         self.optimizer = optimizer
         self.tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.twins = [nn.Parameter(parameter.detach().clone()) for parameter in self.tensors]
-        self.parameters = [Parameter(flat(local(p), local(p)), p.dtype) for p in self.tensors]
+        super().__init__([local(parameter) for parameter in self.tensors])
 
     def copy_gradients(self) -> None:
         for twin, parameter in zip(self.twins, self.tensors, strict=True):
             twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
 
-    def step(self, limit: float | None) -> float:
-        """Make a step, and return the norm."""
-        gradients = [None if p.grad is None else flat(local(p.grad), local(p)) for p in self.twins]
-        counted = [g for g, p in zip(gradients, self.tensors, strict=True) if g is not None and is_first_replica(p)]
+    def norm_of(self, gradients: Mapping[int, Array]) -> tuple[float, bool]:
+        counted = [gradient for i, gradient in gradients.items() if is_first_replica(self.twins[i])]
         sums = [formula.chunk_sums(gradient) for gradient in counted]
         every: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(every, formula.ordered_sum(np.concatenate([np.zeros(0), *sums])))
         norm = math.sqrt(formula.ordered_sum(np.array(every)))
-        if not math.isfinite(norm):
-            return norm
-        clip = 1.0 if limit is None else float(np.float32(min(1.0, limit / (norm + 1e-6))))
+        return norm, math.isfinite(norm)
+
+    def step_all(self, limit: float | None) -> float:
+        """Make a step with the twins' gradients, and return the norm."""
+        gradients = {i: flat(local(p.grad), local(p)) for i, p in enumerate(self.twins) if p.grad is not None}
         hyper = Hyperparameters.of_group(self.optimizer.param_groups[0])
-        for one, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            one.step += 1
-            k = Coefficients.at_step(hyper, one.step, clip, double=one.p.dtype == np.float64)
-            one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
-        return norm
+        return self.step(gradients, [hyper] * len(self.twins), limit)[1]
 
     def check_step(self, *, rel_tol: float = 0.0) -> None:
         """Let the optimizer make a step without a limit, and compare its norm and everything that it leaves."""
         self.copy_gradients()
         self.optimizer.step()
-        norm, outcome = self.step(None), self.optimizer.last_outcome
+        norm, outcome = self.step_all(None), self.optimizer.last_outcome
         assert math.isclose(outcome.grad_norm, norm, rel_tol=rel_tol)
         self.check()
         self.optimizer.zero_grad()
 
     def check(self) -> None:
-        """Compare every bit of parameters and state."""
         for tensor, one in zip(self.tensors, self.parameters, strict=True):
             part, entry = local(tensor), self.optimizer.state[tensor]
             assert same_bits(flat(part, part), one.shown)
@@ -157,7 +149,6 @@ SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
 
 
 def assert_same(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    """Compare every bit of two lists of parts."""
     for one, other in zip(mine, theirs, strict=True):
         assert same_bits(flat(one, one), flat(other, other))
 
@@ -171,6 +162,5 @@ def parts_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def digest_of(model: nn.Module, optimizer: Any) -> str:
-    """Return a digest of the bits of these parts."""
     parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts_of(model, optimizer)]
     return hashlib.sha256(b"".join(parts)).hexdigest()

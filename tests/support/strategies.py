@@ -87,12 +87,10 @@ def scales() -> st.SearchStrategy[float]:
 
 
 def coefficients(*, double: bool = False) -> st.SearchStrategy[Coefficients]:
-    """The scalars of one step."""
     steps = st.one_of(st.integers(1, 5), st.integers(1, 1_000_000), st.integers(2**24, 2**53))
     options = {"rounds": st.booleans(), "double": st.just(double)}
     return st.builds(Coefficients.at_step, hyperparameters(), steps, scales(), **options)
 
 
 def magnitudes() -> st.SearchStrategy[Magnitudes]:
-    """A kind of array."""
     return st.sampled_from(Magnitudes)

@@ -25,7 +25,6 @@ def bits(tensor: Tensor) -> Bits:
 
 
 def entry_bits(entry: Mapping[str, Tensor]) -> dict[str, Bits]:
-    """Return the state of a parameter as bits."""
     return {key: bits(value) for key, value in entry.items()}
 
 
@@ -34,7 +33,6 @@ def _seen(value: Any) -> Any:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -75,7 +73,6 @@ def refused(optimizer: Optimizer, error: type[Exception], sentence: str) -> Iter
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
-    """Return a parameter of normally distributed values."""
     return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
 
 
@@ -98,7 +95,6 @@ def are_taken(optimizer: Optimizer) -> list[bool]:
 
 
 def speculate(optimizer: Any, seed: int, size: float = 1.0) -> None:
-    """Speculate on the gradients of this seed."""
     give_gradients(optimizer, seed, size, speculative=True)
 
 
@@ -120,5 +116,4 @@ def plain(value: Any) -> Any:
 
 
 def content(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return all that a checkpoint holds."""
     return {"model": plain(dict(model.state_dict())), "optimizer": plain(optimizer.state_dict())}

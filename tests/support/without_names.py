@@ -230,7 +230,6 @@ def train_sharded() -> dict[str, Any]:
 
 
 def in_fork(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `work` returns in a fork of this process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(work, *arguments).result()
 
