@@ -20,11 +20,6 @@ from support.visible import bits, state_bits
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.devices import Device, Stream
-<<<<<<< HEAD
-from superadam.devices.flat import FlatLayout
-=======
-from superadam.devices.worker import ThreadWorker
->>>>>>> d-support
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep

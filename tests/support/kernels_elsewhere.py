@@ -38,33 +38,11 @@ def check_bits() -> None:
 
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=True, decoupled_weight_decay=False)
     length = 2 * 16 * native.CHUNK + 77  # enough for two threads
-<<<<<<< HEAD
-    g, p, m, v, vmax = (rng.standard_normal(length).astype(np.float32) for _ in range(5))
-    state = {"master": p, "exp_avg": m, "exp_avg_sq": np.abs(v), "max_exp_avg_sq": np.abs(vmax)}
-    arrays = {"gradient": formula.narrow_bfloat16(g), **state, "out": np.zeros(length, np.uint16)}
-    arrays |= {
-        "sums": np.zeros(native.chunk_count(length)),
-        "nonfinite": np.zeros(native.chunk_count(length), np.int64),
-    }
-    g = formula.widen_bfloat16(arrays["gradient"])
-    p, m, v, vmax = formula.adam_formula(k, g, m, np.abs(v), np.abs(vmax), p)
-    wanted = {"master": p, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": vmax}
-    wanted |= {"out": formula.narrow_float16(p), "sums": formula.chunk_sums(g)}
-
-    table = np.zeros(1, native.SEGMENT)
-    for name, array in arrays.items():
-        table[name] = array.ctypes.data
-    table["length"] = length
-    table["gradient_dtype"], table["out_dtype"] = native.Dtype.BFLOAT16, native.Dtype.FLOAT16
-    native.run(native.Pass.UPDATE, table, np.array([k.row()], native.COEFFICIENTS), threads=2)
-    return sum(int(np.count_nonzero(arrays[name] != values)) for name, values in wanted.items())
-=======
     segment = make_segment(0, length, native.Dtype.BFLOAT16, native.Dtype.FLOAT16, norm=True)
     job = Job(native.Pass.UPDATE, [segment], [Coefficients.at_step(hyper, 3, 0.37)])
     expected = job.expected()
     job.run(native.active_isa(), threads=2)
     job.check(expected)
->>>>>>> d-support
 
 
 def main() -> None:
