@@ -253,11 +253,3 @@ def test_many_uncertain_elements_narrow_the_interval_before_speculation_ends() -
     assert not predictor.leaves_out(state, before, 1.0)
     after = one_step(predictor, [10.0])[0]
     assert after is None or width(after) < width(before)
-
-
-def test_what_arrives_again_is_not_remembered_for_ever() -> None:
-    predictor = Predictor()
-    predictor.total = 300
-    for number in range(30):
-        predictor.predict(100, float(number), 1.0, 1.0)
-    assert len(predictor._predicted) == len(predictor._seen) <= 3

@@ -187,31 +187,6 @@ def test_sparse_gradients_are_refused_by_the_step(sum_dtype: torch.dtype | None,
         assert optimizer.last_outcome.kind is not StepKind.SKIPPED
 
 
-def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = threading.Event()
-
-    def stumble(*_: object) -> bool:
-        failed.set()
-        raise PlantedError("the commit stumbled")
-
-    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(1))  # the first step leaves nothing to commit
-        with monkeypatch.context() as patch:
-            if scheduler is not None:
-                patch.setattr(Transaction, "commit", stumble)
-            loss_of(model, 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler is not None:
-                assert failed.wait(60)
-                wait_until(lambda: scheduler._pipeline._worker._error is not None)
-                with pytest.raises(WorkerError, match="the commit stumbled"):
-                    optimizer.state_dict()
-        train(model, optimizer, range(2, 3))
-
-    both(story, {"device": ThreadDevice()}, lambda: mlp(torch.bfloat16), max_grad_norm=math.inf)
-
-
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -327,18 +302,6 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
 
 
 # ---- life and death -------------------------------------------------------------------------------------------------
-
-
-def test_closing_gives_gradients_back_and_leaves_no_hook(anywhere: Device) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model)
-    with eager(optimizer, model, device=anywhere) as scheduler:
-        train(model, optimizer, range(1))
-        loss_of(model, 77).backward()
-    scheduler.close()
-    assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
-    assert (optimizer.statistics.dropped > 0) is not isinstance(anywhere, DeferredDevice)
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +446,7 @@ def test_exported_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-@pytest.mark.parametrize("how", ["taken", "held by others", "given back", "by hand", "half by hand"])
+@pytest.mark.parametrize("how", ["taken", "held by others", "given back", "by hand", "half by hand", "too large"])
 @pytest.mark.parametrize("link", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, anywhere):
@@ -497,7 +460,7 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, an
                 for parameter in model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
                 held = [parameter.grad for parameter in model.parameters()]
-            loss_of(model, seed).backward()
+            (loss_of(model, seed) * (1e6 if how == "too large" and seed == 3 else 1.0)).backward()
             if how == "given back":
                 model[2].weight.grad.view(-1)[0] = 0.75
             if rounds and dtype != torch.float64:
@@ -518,19 +481,6 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, an
         lambda model, optimizer, _: steps(model, optimizer, rounds=True),
     )
     assert norms[False] == norms[True]
-
-
-def test_narrow_link_that_overflows_skips_the_step(anywhere: Device) -> None:
-    model = mlp()
-    optimizer = adam(model, max_grad_norm=math.inf)
-    before = everything(model, optimizer)
-    with eager(optimizer, model, device=anywhere, transfer_dtype=torch.float16):
-        (1e6 * loss_of(model, 0)).backward()
-        optimizer.step()
-        assert optimizer.last_outcome.kind is StepKind.SKIPPED
-        assert optimizer.last_outcome.nonfinite > 0
-        optimizer.zero_grad()
-        assert everything(model, optimizer) == before
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -634,19 +584,3 @@ def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pyt
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-# ---- uploads ---------------------------------------------------------------------------------------------------------
-
-
-def test_new_values_go_up_before_the_verdict() -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=None)
-    with OffloadScheduler(optimizer, model, device=SimulatedDevice(1), bucket_numel=64, num_threads=1) as scheduler:
-        train(model, optimizer, range(2))
-        before = scheduler.statistics.uploaded_bytes
-        loss_of(model, 2).backward()
-        scheduler._catch_up()
-        padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
-        assert scheduler.statistics.uploaded_bytes - before == padded
-        assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published
