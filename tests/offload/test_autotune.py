@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.overlap import adam, loss_of, mlp, train
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -310,3 +311,16 @@ def test_last_pieces_are_the_shortest_end_that_fills_the_buckets(
     assert elements >= min(wanted, sum(sizes))
     if chosen:
         assert elements - chosen[-1].shape.numel() < wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_under_way_where_the_placement_is_changed(seed: int) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    device = SimulatedDevice(seed)
+    with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, gpu_buckets=2, num_threads=1) as scheduler:
+        train(model, optimizer, range(2))
+        loss_of(model, 2).backward()
+        scheduler.place(gpu_buckets=1)
+        assert scheduler._pipeline._worker.is_idle
+        assert scheduler._bucketer.rest() == []

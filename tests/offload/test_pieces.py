@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.overlap import ThreadDevice, adam, fail_at
-from support.programs import EIGHT_BITS, HALF_MOMENTS, SHORT_MASTERS, Program, Run, Setting, differences
+from support.programs import HALF_MOMENTS, OTHERS, Program, Run, Setting, differences
 from support.visible import state_bits
 from torch import Tensor, nn
 
@@ -89,22 +89,6 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
 # ---- the bits --------------------------------------------------------------------------------------------------------
 
 
-KINDS: list[dict[str, Any]] = [
-    {"dtype": torch.bfloat16},
-    {"dtype": torch.float32, "clips": True},
-    {"dtype": torch.float64},
-    {"dtype": torch.bfloat16, "storage": (EIGHT_BITS,), "clips": True},
-    {"dtype": torch.bfloat16, "storage": (HALF_MOMENTS, SHORT_MASTERS)},
-]
-PLACES: list[dict[str, Any]] = [
-    {"device": lambda: SimulatedDevice(0), "bucket_numel": 1, "gpu_buckets": 0},
-    {"device": lambda: SimulatedDevice(1), "bucket_numel": 1, "gpu_buckets": 2},
-    {"device": lambda: SimulatedDevice(2), "bucket_numel": 2 * CHUNK, "gpu_buckets": 1},
-    {"device": lambda: SimulatedDevice(3), "bucket_numel": CHUNK, "gpu_buckets": 10**6},
-    {"device": ThreadDevice, "bucket_numel": 1},
-]
-
-
 def train(run: Run) -> None:
     """In one step there is a NaN in the last piece, whose norm comes when others were speculated on."""
     model = Text(run.dtype)
@@ -135,12 +119,15 @@ def train(run: Run) -> None:
             assert counts.respeculated == 0
 
 
-@pytest.mark.parametrize("number", range(len(KINDS)))
-def test_cut_parameters_train_to_the_same_bits(number: int) -> None:
-    """Each kind in some places, all if `DEEP`; programs are drawn in all in test_programs_random.py."""
-    places = PLACES if DEEP else (PLACES * 2)[number : number + 5 : 2]
-    settings = [Setting(f"{place}", **place, **KINDS[number]) for place in places]
-    assert differences(Program("text", train, torch=False, limit=60.0), settings) == []
+RESIDENT = [
+    Setting("fp32-kept", torch.float32, lambda: SimulatedDevice(1), gpu_buckets=2, clips=True),
+    Setting("all-kept", torch.bfloat16, lambda: SimulatedDevice(3), CHUNK, gpu_buckets=10**6, storage=(HALF_MOMENTS,)),
+]
+
+
+@pytest.mark.parametrize("setting", [*OTHERS, *RESIDENT], ids=str)
+def test_cut_parameters_train_to_the_same_bits(setting: Setting) -> None:
+    assert differences(Program("text", train, torch=False, limit=60.0), [setting]) == []
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
