@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.overlap import adam, mlp
+from support.overlap import adam, mlp, overlapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -67,8 +67,7 @@ def test_scheduler_refuses_arguments_before_it_changes_anything(name: str, value
     ids=str,
 )
 def test_placements_that_are_refused_change_nothing(wrong: dict[str, Any]) -> None:
-    model = mlp()
-    with OffloadScheduler(adam(model), model, device=SimulatedDevice(1), gpu_buckets=1, bucket_numel=1) as scheduler:
+    with overlapped(device=SimulatedDevice(1), gpu_buckets=1) as (_, _, scheduler):
         before = scheduler.placement
         refused(ValueError, f"{[*wrong][-1]} is .*, expected an integer of at least ", scheduler.place, **wrong)
         assert scheduler.placement == before

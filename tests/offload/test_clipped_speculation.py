@@ -374,9 +374,6 @@ def test_what_lists_and_patches_have_no_room_for_is_updated_again(owner, limit, 
     assert ours.optimizer.statistics.respeculated > 0
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", ["immediate", "usual"])
 def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(device, monkeypatch):
     plain, made = Training(RECIPES["always"], None), DEVICES[device]()

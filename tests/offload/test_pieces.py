@@ -60,9 +60,6 @@ def pieces_of_each(scheduler: OffloadScheduler, model: nn.Module) -> dict[str, i
     return {name: count for name, count in counts.items() if count > 1}
 
 
-# ---- where parameters are cut ----------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 20 * CHUNK), st.one_of(st.none(), st.integers(1, 12 * CHUNK)))
 def test_pieces_are_whole_chunks_no_longer_than_a_bucket(numel: int, most: int | None) -> None:
     length = piece_length(torch.empty(numel, device="meta"), most)
@@ -84,9 +81,6 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
         model = Text(dtype)
         with OffloadScheduler(adam(model), model, bucket_numel=1, device=device) as scheduler:
             assert pieces_of_each(scheduler, model) == cut
-
-
-# ---- the bits --------------------------------------------------------------------------------------------------------
 
 
 def train(run: Run) -> None:
@@ -128,9 +122,6 @@ RESIDENT = [
 @pytest.mark.parametrize("setting", [*OTHERS, *RESIDENT], ids=str)
 def test_cut_parameters_train_to_the_same_bits(setting: Setting) -> None:
     assert differences(Program("text", train, torch=False, limit=60.0), [setting]) == []
-
-
-# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def trained(device: Device, link: Any) -> Any:

@@ -12,14 +12,13 @@ import io
 import math
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch
+from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch, slow_down
 from support.programs import (
     OTHERS,
     PATCHED,
@@ -1435,13 +1434,7 @@ WHILE_THE_WORKER_WORKS = [
 
 @pytest.mark.parametrize("program", WHILE_THE_WORKER_WORKS, ids=str)
 def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(program, monkeypatch):
-    speculate = Transaction.speculate
-
-    def slow(*arguments: Any, **options: Any) -> None:
-        time.sleep(0.002)
-        speculate(*arguments, **options)
-
-    monkeypatch.setattr(Transaction, "speculate", slow)
+    slow_down(monkeypatch, Transaction, "speculate", 0.002)
     threads = [one for one in OTHERS if one.device is ThreadDevice and one.dtype is torch.bfloat16]
     assert differences(replace(program, torch=False), threads[:1]) == []
 

@@ -35,6 +35,7 @@ from support.overlap import (
     fail_at,
     loss_of,
     mlp,
+    overlapped,
     train,
 )
 from support.programs import both, frozen
@@ -108,10 +109,7 @@ def test_edited_gradients_are_not_taken_for_a_while() -> None:
 
 def test_the_worker_commits_while_a_copy_is_under_way() -> None:
     """A host that runs ahead of its GPU enqueues buckets early; without this, commits would be left to the step."""
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=None)
-    with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=1, num_threads=1) as scheduler:
-        train(model, optimizer, range(3))
+    with overlapped(torch.bfloat16, steps=3, max_grad_norm=None) as (_, _, scheduler):
         pipeline, left = scheduler._pipeline, list[int]()
         accepted = len(pipeline.transaction.in_phase(Phase.ACCEPTED))
 
@@ -288,9 +286,7 @@ def test_scheduler_without_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
-    model = mlp()
-    optimizer = adam(model)
-    with OffloadScheduler(optimizer, model) as scheduler:
+    with overlapped(device=ThreadDevice()) as (model, optimizer, scheduler):
         threads = {*threading.enumerate()}
         with pytest.raises(RuntimeError, match=r"has a scheduler already; close\(\) it"):
             OffloadScheduler(optimizer, model)
@@ -306,8 +302,6 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
 
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=math.inf)
     began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
     commit = Transaction.commit
 
@@ -317,8 +311,8 @@ def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatc
         ended.set()
         return commit(self, *arguments)
 
-    with OffloadScheduler(optimizer, model, num_threads=1):
-        train(model, optimizer, range(1))  # there is state from then on
+    options = {"device": ThreadDevice(), "num_threads": 1, "max_grad_norm": math.inf}
+    with overlapped(torch.bfloat16, steps=1, **options) as (model, optimizer, _):  # there is state from then on
         monkeypatch.setattr(Transaction, "commit", slow)
         loss_of(model, 0).backward()
         optimizer.step()
@@ -424,14 +418,9 @@ def test_interpreter_ends_without_close() -> None:
     assert "KeyError: 'the end'" in run.stderr
 
 
-# ---- seeing it ------------------------------------------------------------------------------------------------------
-
-
 def test_exported_trace(tmp_path: Path) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model)
-    with OffloadScheduler(optimizer, model, bucket_numel=70, num_threads=1) as scheduler:
-        train(model, optimizer, range(3))
+    options = {"device": ThreadDevice(), "bucket_numel": 70, "num_threads": 1}
+    with overlapped(torch.bfloat16, steps=3, **options) as (model, optimizer, scheduler):
         (loss_of(model, 3) * math.nan).backward()
         optimizer.step()
         scheduler.synchronize()
@@ -488,10 +477,7 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, an
 
 
 def test_gradients_are_freed_once_they_are_committed_and_dropped(working: Device) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=math.inf)
-    with eager(optimizer, model, device=working) as scheduler:
-        train(model, optimizer, range(2))
+    with overlapped(torch.bfloat16, steps=2, max_grad_norm=math.inf, device=working) as (model, optimizer, scheduler):
         loss_of(model, 2).backward()
         scheduler._catch_up()
         pending = [weakref.ref(taken_of(parameter.grad).pending) for parameter in model.parameters()]
@@ -585,14 +571,9 @@ def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pyt
                 optimizer.zero_grad()
 
 
-# ---- uploads ---------------------------------------------------------------------------------------------------------
-
-
 def test_new_values_go_up_before_the_verdict() -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=None)
-    with OffloadScheduler(optimizer, model, device=SimulatedDevice(1), bucket_numel=64, num_threads=1) as scheduler:
-        train(model, optimizer, range(2))
+    options = {"device": SimulatedDevice(1), "bucket_numel": 64, "num_threads": 1}
+    with overlapped(torch.bfloat16, steps=2, max_grad_norm=None, **options) as (model, _, scheduler):
         before = scheduler.statistics.uploaded_bytes
         loss_of(model, 2).backward()
         scheduler._catch_up()
