@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from support.overlap import (
     KeepingDevice,
     ThreadDevice,
     adam,
+    devices_in_turn,
     loss_of,
     mlp,
     overlapped,
@@ -29,20 +29,7 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
 ALL = 10**9
-
-
-DEVICES: dict[str, Callable[[], Device]] = {
-    "at once": lambda: EagerSimulatedDevice(1, 1.0),
-    "lazy": lambda: SimulatedDevice(2, 0.0),
-    "hasty": lambda: SimulatedDevice(3, 0.8),
-    "thread": KeepingDevice,
-}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Device:
-    """Return devices on which things happen at different times."""
-    return DEVICES[request.param]()
+device = devices_in_turn("device", KeepingDevice, lambda: EagerSimulatedDevice(1, 1.0))
 
 
 def has_memory_in_use(device: Device) -> bool:

@@ -30,6 +30,7 @@ from support.overlap import (
     ThreadDevice,
     adam,
     batch,
+    devices_in_turn,
     eager,
     everything,
     fail_at,
@@ -61,22 +62,9 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-ASYNCHRONOUS = [
-    pytest.param(lambda: SimulatedDevice(1, 0.0), id="lazy device"),
-    pytest.param(lambda: SimulatedDevice(2, 0.6), id="hasty device"),
-]
-
-
-ANYWHERE = [ImmediateDevice, DeferredDevice, *ASYNCHRONOUS]
-
-
-def fixture_of(name: str, makers: list[Any]) -> Any:
-    return pytest.fixture(params=makers, name=name)(lambda request: request.param())
-
-
-asynchronous = fixture_of("asynchronous", ASYNCHRONOUS)
-anywhere = fixture_of("anywhere", ANYWHERE)
-working = fixture_of("working", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
+asynchronous = devices_in_turn("asynchronous")
+anywhere = devices_in_turn("anywhere", ImmediateDevice, DeferredDevice)
+working = devices_in_turn("working", ImmediateDevice, ThreadDevice)
 
 
 def options_of(device: Device, *, kept: int) -> dict[str, Any]:

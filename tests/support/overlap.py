@@ -105,6 +105,13 @@ DEVICES: dict[str, Callable[[int], Device]] = {
 """By their seed, which the simulated one has."""
 
 
+def devices_in_turn(name: str, *others: Callable[[], Device]) -> Any:
+    """Return a fixture of this name: each of these devices, and two simulated ones that do things late and soon."""
+    lazy = pytest.param(lambda: SimulatedDevice(1, 0.0), id="lazy")
+    hasty = pytest.param(lambda: SimulatedDevice(2, 0.6), id="hasty")
+    return pytest.fixture(params=[*others, lazy, hasty], name=name)(lambda request: request.param())
+
+
 def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
     """Let a worker's thread end without a word.
 
