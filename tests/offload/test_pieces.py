@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.overlap import ThreadDevice, adam, fail_at
-from support.programs import DEEP, HALF_MOMENTS, OTHERS, Program, Run, Setting, differences
+from support.programs import DEEP, EIGHT_BITS, HALF_MOMENTS, OTHERS, SHORT_MASTERS, Program, Run, Setting, differences
 from support.visible import state_bits
 from torch import Tensor, nn
 
@@ -102,13 +102,17 @@ def train(run: Run) -> None:
             assert counts.respeculated == 0
 
 
-RESIDENT = [
+MORE = [
     Setting("fp32-kept", torch.float32, lambda: SimulatedDevice(1), gpu_buckets=2, clips=True),
-    Setting("all-kept", torch.bfloat16, lambda: SimulatedDevice(3), CHUNK, gpu_buckets=10**6, storage=(HALF_MOMENTS,)),
+    Setting("8bit-simulated", torch.bfloat16, lambda: SimulatedDevice(0), clips=True, storage=(EIGHT_BITS,)),
+    Setting(
+        "all-kept", torch.bfloat16, lambda: SimulatedDevice(3), CHUNK, 10**6, storage=(HALF_MOMENTS, SHORT_MASTERS)
+    ),
+    Setting("fp64-thread", torch.float64, ThreadDevice),
 ]
 
 
-@pytest.mark.parametrize("setting", [*OTHERS, *RESIDENT], ids=str)
+@pytest.mark.parametrize("setting", [*OTHERS, *MORE], ids=str)
 def test_cut_parameters_train_to_the_same_bits(setting: Setting) -> None:
     assert differences(Program("text", train, torch=False, limit=60.0), [setting]) == []
 
