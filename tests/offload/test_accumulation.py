@@ -14,6 +14,7 @@ from support.overlap import (
     PlantedError,
     ThreadDevice,
     adam,
+    devices_in_turn,
     eager,
     loss_of,
     mlp,
@@ -29,22 +30,10 @@ from superadam.devices import Device
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.buckets import Accumulation
 from superadam.offload.transfers import Transfers
-from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)
 
-DEVICES: list[Callable[[], Device]] = [
-    ImmediateDevice,
-    ThreadDevice,
-    DeferredDevice,
-    lambda: SimulatedDevice(3, 0.0),
-    lambda: SimulatedDevice(5, 0.7),
-]
-
-
-@pytest.fixture(params=DEVICES, ids=["immediate", "thread", "deferred", "lazy", "hasty"])
-def device(request: pytest.FixtureRequest) -> Device:
-    return request.param()
+device = devices_in_turn("device", ImmediateDevice, ThreadDevice, DeferredDevice)
 
 
 # ---- counts by themselves --------------------------------------------------------------------------------------------

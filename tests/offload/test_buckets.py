@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,15 +80,12 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
 def test_backward_may_run_in_several_threads() -> None:
     line = Line([1] * 300, 7)
 
-    def run(rows: range) -> None:
-        for row in rows:
+    def run(first: int) -> None:
+        for row in range(first, 300, 3):
             line.arrive(row)
 
-    threads = [threading.Thread(target=run, args=(range(i, 300, 3),)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(run, range(3))] == [None] * 3
     line.flush()
     assert sorted(row for rows in line.rows for row in rows) == list(range(300))
     assert all(len(rows) == 7 for rows in line.rows[:-1])

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.overlap import DeferredDevice, FullDevice, ImmediateDevice, ThreadDevice, fail_at
+from support.programs import DEEP
 from support.visible import state_bits
 from torch import Tensor, nn
 
@@ -33,7 +33,6 @@ from superadam.testing import SimulatedDevice
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_torch_thread")]
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 LIMIT = 1.0
 STEPS = 8
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.overlap import DEVICES, adam, batch, mlp
-from support.programs import frozen
+from support.programs import DEEP, frozen
 from support.visible import state_bits
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.host import _signals
 from superadam.optim import adam as adam_module
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 INTERRUPTIONS = 1000 if DEEP else 12
 STEPS = 40
 LATEST_SECONDS = 0.004

@@ -1,6 +1,5 @@
 """Parameters larger than a bucket are cut: the bits are those without a scheduler, whatever happens to a piece."""
 
-import os
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.overlap import ThreadDevice, adam, fail_at
-from support.programs import HALF_MOMENTS, OTHERS, Program, Run, Setting, differences
+from support.programs import DEEP, EIGHT_BITS, HALF_MOMENTS, OTHERS, SHORT_MASTERS, Program, Run, Setting, differences
 from support.visible import state_bits
 from torch import Tensor, nn
 
@@ -21,16 +20,9 @@ from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 STEPS, SPOILED = 5, 2
 PIECES = {"embedding.weight": 4, "transposed": 2, "image": 3}
 """Of parameters, where buckets are shorter than a chunk; all others are one."""
-
-
-def spread_out(parameter: nn.Parameter) -> nn.Parameter:
-    """Leave a gap after each element in memory."""
-    parameter.data = torch.stack([parameter.data, torch.full_like(parameter.data, torch.nan)], dim=-1)[..., 0]
-    return parameter
 
 
 class Text(nn.Module):
@@ -43,7 +35,8 @@ class Text(nn.Module):
         self.transposed = nn.Parameter((torch.randn(100, 64, dtype=dtype) * 0.1).t())
         channels_last = torch.randn(16, 64, 3, 3, dtype=dtype).contiguous(memory_format=torch.channels_last)
         self.image = nn.Parameter(channels_last * 0.1)
-        self.gaps = spread_out(nn.Parameter(torch.randn(64, 100, dtype=dtype) * 0.1))
+        dense = torch.randn(64, 100, dtype=dtype) * 0.1
+        self.gaps = nn.Parameter(torch.stack([dense, torch.full_like(dense, torch.nan)], dim=-1)[..., 0])
         self.last = nn.Linear(116, 1, dtype=dtype)
 
     def forward(self, step: int) -> Tensor:
@@ -52,12 +45,6 @@ class Text(nn.Module):
         seen = nn.functional.conv2d(hidden.view(48, 64, 1, 1), self.image, padding=1).view(48, 16)
         read = (hidden @ self.transposed).tanh() + hidden @ self.gaps
         return 9.0 * (self.last(torch.cat([seen, read], 1)).float() - 1).square().mean()
-
-
-def pieces_of_each(scheduler: OffloadScheduler, model: nn.Module) -> dict[str, int]:
-    states = scheduler._transaction.table.states
-    counts = {name: len(state.pieces) for (name, _), state in zip(model.named_parameters(), states, strict=True)}
-    return {name: count for name, count in counts.items() if count > 1}
 
 
 @given(st.integers(0, 20 * CHUNK), st.one_of(st.none(), st.integers(1, 12 * CHUNK)))
@@ -80,7 +67,9 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
     ]:
         model = Text(dtype)
         with OffloadScheduler(adam(model), model, bucket_numel=1, device=device) as scheduler:
-            assert pieces_of_each(scheduler, model) == cut
+            counts = [len(state.pieces) for state in scheduler._transaction.table.states]
+            names = [name for name, _ in model.named_parameters()]
+            assert {name: count for name, count in zip(names, counts, strict=True) if count > 1} == cut
 
 
 def train(run: Run) -> None:
@@ -113,13 +102,17 @@ def train(run: Run) -> None:
             assert counts.respeculated == 0
 
 
-RESIDENT = [
+MORE = [
     Setting("fp32-kept", torch.float32, lambda: SimulatedDevice(1), gpu_buckets=2, clips=True),
-    Setting("all-kept", torch.bfloat16, lambda: SimulatedDevice(3), CHUNK, gpu_buckets=10**6, storage=(HALF_MOMENTS,)),
+    Setting("8bit-simulated", torch.bfloat16, lambda: SimulatedDevice(0), clips=True, storage=(EIGHT_BITS,)),
+    Setting(
+        "all-kept", torch.bfloat16, lambda: SimulatedDevice(3), CHUNK, 10**6, storage=(HALF_MOMENTS, SHORT_MASTERS)
+    ),
+    Setting("fp64-thread", torch.float64, ThreadDevice),
 ]
 
 
-@pytest.mark.parametrize("setting", [*OTHERS, *RESIDENT], ids=str)
+@pytest.mark.parametrize("setting", [*OTHERS, *MORE], ids=str)
 def test_cut_parameters_train_to_the_same_bits(setting: Setting) -> None:
     assert differences(Program("text", train, torch=False, limit=60.0), [setting]) == []
 

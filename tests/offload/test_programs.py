@@ -548,19 +548,14 @@ def binary_connect(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return loss
 
 
-def climb(model: Any, rho: float) -> list[Tensor]:
-    """Go to the worst point nearby (SAM); return where it was."""
+@between(speculates=False)
+def sharpness_aware_through_data(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
+    """Backward is made again at the worst point nearby."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     norm = torch.stack([gradient.float().norm() for gradient in gradients(model)]).norm()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(parameter.grad, alpha=rho / float(norm))
-    return kept
-
-
-@between(speculates=False)
-def sharpness_aware_through_data(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    kept = climb(model, 0.5)
+            parameter.add_(parameter.grad, alpha=0.5 / float(norm))
     model.zero_grad()
     loss = backward(model, step)
     for parameter, value in zip(model.parameters(), kept, strict=True):

@@ -7,7 +7,6 @@ arrive oddly, and where training goes on from a file, with copies, or under anot
 import collections
 import copy
 import math
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -23,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from offload.test_programs import ACTIONS, STEPS, dtype_of, gradients, loss_of
 from support.optimizers import through_disk
 from support.overlap import DeferredDevice, FullDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
-from support.programs import EAGER, Run, difference, frozen, state_of
+from support.programs import DEEP, EAGER, Run, difference, frozen, state_of
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
@@ -40,7 +39,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
     max_examples=10_000 if DEEP else 48,
     stateful_step_count=8,

@@ -106,21 +106,6 @@ def gan_whose_critic_is_frozen_for_the_generator(run: Run) -> None:
 # ---- parameters that grow and shrink --------------------------------------------------------------------------------
 
 
-def gaussians(run: Run) -> nn.ParameterDict:
-    """Return the parameters of 128 points."""
-    shapes = {"means": (128, 4), "colors": (128, 2), "opacities": (128, 1)}
-    return nn.ParameterDict(
-        {key: nn.Parameter(run.data(seed, *shape)) for seed, (key, shape) in enumerate(shapes.items())}
-    )
-
-
-def rendered(run: Run, points: Any, step: int) -> Tensor:
-    """Return the loss of a picture that each point contributes to."""
-    where = run.data(900 + step, 8, 4)
-    weights = (where @ points["means"].t()).softmax(-1) * points["opacities"].squeeze(-1).sigmoid()
-    return (weights @ points["colors"]).float().sub(1).square().mean() * 100
-
-
 def replace(
     points: Any, optimizer: Any, change: Callable[[str, Tensor], Tensor], state: Callable[[Tensor], Tensor]
 ) -> None:
@@ -140,13 +125,16 @@ def replace(
 @program()
 def gaussian_splatting(run: Run) -> None:
     """Points are duplicated, dropped and reset on the way."""
-    points = gaussians(run)
+    shapes = {"means": (128, 4), "colors": (128, 2), "opacities": (128, 1)}
+    points: Any = nn.ParameterDict({key: run.data(seed, *shape) for seed, (key, shape) in enumerate(shapes.items())})
     groups = [{"params": [p], "lr": 0.01 * (n + 1), "name": key} for n, (key, p) in enumerate(points.items())]
     optimizer = run.adamw(groups, eps=1e-15)
     sizes = torch.zeros(128)
     with run.overlap(optimizer, points):
         for step in range(8):
-            loss = rendered(run, points, step)
+            where = run.data(900 + step, 8, 4)  # of pixels, to each of which every point contributes
+            weights = (where @ points["means"].t()).softmax(-1) * points["opacities"].squeeze(-1).sigmoid()
+            loss = (weights @ points["colors"]).float().sub(1).square().mean() * 100
             loss.backward()
             sizes += points["means"].grad.float().norm(dim=-1)
             optimizer.step()

@@ -23,12 +23,8 @@ from superadam.testing import SimulatedDevice
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = ROOT / "docs" / "recipes.md"
-NEEDS_MORE = {
-    "long_sequences.py",
-    "finetune.py",
-    "train.py",
-    "with_superadam.py",
-}  # than one process and torch; other tests run them
+NEEDS_MORE = {"long_sequences.py", "finetune.py", "train.py", "with_superadam.py"}
+"""Than one process and torch; other tests run them."""
 PRINTS = {
     "gan.py": r"mean of what is generated: .* of data: 1\.00",
     "sam.py": r"loss .* after 30",

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from support.overlap import (
     KeepingDevice,
     ThreadDevice,
     adam,
+    devices_in_turn,
     loss_of,
     mlp,
     overlapped,
@@ -29,20 +29,7 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
 ALL = 10**9
-
-
-DEVICES: dict[str, Callable[[], Device]] = {
-    "at once": lambda: EagerSimulatedDevice(1, 1.0),
-    "lazy": lambda: SimulatedDevice(2, 0.0),
-    "hasty": lambda: SimulatedDevice(3, 0.8),
-    "thread": KeepingDevice,
-}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Device:
-    """Return devices on which things happen at different times."""
-    return DEVICES[request.param]()
+device = devices_in_turn("device", KeepingDevice, lambda: EagerSimulatedDevice(1, 1.0))
 
 
 def has_memory_in_use(device: Device) -> bool:
@@ -143,17 +130,3 @@ def test_a_worker_that_is_far_behind_backward_leaves_all_to_the_device(monkeypat
             if scheduler.placement.gpu_buckets == 6:
                 break
         assert scheduler.placement.gpu_buckets == 6
-
-
-def test_gradients_of_a_group_that_joined_are_narrowed() -> None:
-    models = [mlp(), mlp()]
-    optimizers = [adam(model, max_grad_norm=math.inf) for model in models]
-    with OffloadScheduler(optimizers[0], models[0], device=SimulatedDevice(1), transfer_dtype=torch.bfloat16):
-        for optimizer in optimizers:
-            extra = nn.Parameter(torch.linspace(-1, 1, 30))
-            optimizer.add_param_group({"params": [extra]})
-            (extra * torch.linspace(1, 2, 30)).sin().sum().backward()
-            if optimizer is optimizers[1]:
-                extra.grad = extra.grad.to(torch.bfloat16).float()
-            optimizer.step()
-    assert optimizers[0].last_outcome == optimizers[1].last_outcome

@@ -30,6 +30,7 @@ from support.overlap import (
     ThreadDevice,
     adam,
     batch,
+    devices_in_turn,
     eager,
     everything,
     fail_at,
@@ -61,22 +62,9 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-ASYNCHRONOUS = [
-    pytest.param(lambda: SimulatedDevice(1, 0.0), id="lazy device"),
-    pytest.param(lambda: SimulatedDevice(2, 0.6), id="hasty device"),
-]
-
-
-ANYWHERE = [ImmediateDevice, DeferredDevice, *ASYNCHRONOUS]
-
-
-def fixture_of(name: str, makers: list[Any]) -> Any:
-    return pytest.fixture(params=makers, name=name)(lambda request: request.param())
-
-
-asynchronous = fixture_of("asynchronous", ASYNCHRONOUS)
-anywhere = fixture_of("anywhere", ANYWHERE)
-working = fixture_of("working", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
+asynchronous = devices_in_turn("asynchronous")
+anywhere = devices_in_turn("anywhere", ImmediateDevice, DeferredDevice)
+working = devices_in_turn("working", ImmediateDevice, ThreadDevice)
 
 
 def options_of(device: Device, *, kept: int) -> dict[str, Any]:
@@ -436,7 +424,9 @@ def test_exported_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-@pytest.mark.parametrize("how", ["taken", "held by others", "given back", "by hand", "half by hand", "too large"])
+@pytest.mark.parametrize(
+    "how", ["taken", "held by others", "given back", "by hand", "half by hand", "too large", "of a group that joins"]
+)
 @pytest.mark.parametrize("link", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, anywhere):
@@ -450,11 +440,17 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, an
                 for parameter in model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
                 held = [parameter.grad for parameter in model.parameters()]
-            (loss_of(model, seed) * (1e6 if how == "too large" and seed == 3 else 1.0)).backward()
+            loss = loss_of(model, seed) * (1e6 if how == "too large" and seed == 3 else 1.0)
+            if how == "of a group that joins":
+                extra = nn.Parameter(torch.linspace(-1, 1, 30, dtype=dtype))
+                model.register_parameter(f"extra{seed}", extra)
+                optimizer.add_param_group({"params": [extra]})
+                loss = loss + (extra.float() * torch.linspace(1, 2, 30)).sin().sum()
+            loss.backward()
             if how == "given back":
                 model[2].weight.grad.view(-1)[0] = 0.75
             if rounds and dtype != torch.float64:
-                for parameter in model.parameters():
+                for parameter in (one for one in model.parameters() if one.grad is not None):
                     parameter.grad = parameter.grad.to(link).to(dtype)
             if how == "by hand":
                 optimizer.speculate()

@@ -1,7 +1,6 @@
 """Where the device is short of memory: new values wait on the host, and little is packed ahead of the link."""
 
 import functools
-import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -32,9 +31,6 @@ class LateWorker(simulated.SeededWorker):
 
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
-
-
-query = operator.methodcaller("query")
 
 
 class CountingDevice(SimulatedDevice):
@@ -68,7 +64,7 @@ class CountingDevice(SimulatedDevice):
         for stream in self.accelerator.streams:  # points that are behind nothing have passed
             while stream.operations and isinstance(stream.operations[0][0], functools.partial):
                 stream.operations.popleft()[0]()
-        is_used = [block.lease() is not None or not all(map(query, block.ends)) for block in self._blocks]
+        is_used = [block.lease() is not None or not all(end.query() for end in block.ends) for block in self._blocks]
         self._blocks = [block for block, used in zip(self._blocks, is_used, strict=True) if used]
         return sum(block.memory.nbytes for block in self._blocks)
 

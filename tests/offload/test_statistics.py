@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,12 +133,6 @@ def test_work_in_the_step_is_not_hidden(device_class: type[Device], monkeypatch:
         assert counts.hidden_share <= counts.worker_seconds / (counts.worker_seconds + 0.06) < 1.0
 
 
-def mixed() -> nn.Module:
-    model = mlp()
-    model[0].to(torch.bfloat16)
-    return model
-
-
 def mixed_loss(model: nn.Module, seed: int) -> Tensor:
     hidden = model[0](batch(seed, torch.bfloat16)).float()
     return 30 * (model[1:](hidden) - 1).square().mean()
@@ -157,7 +150,8 @@ def flat_bytes(parameters: list[nn.Parameter], dtype: torch.dtype | None = None)
 @pytest.mark.parametrize("bucket_numel", [1, 10**6])
 def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | None) -> None:
     """Whether values were speculated or made with the verdict, each parameter comes up once in a step."""
-    model = mixed()
+    model = mlp()
+    model[0].to(torch.bfloat16)
     optimizer = adam(model, max_grad_norm=math.inf, lr=1e-3)
     device = SimulatedDevice(0, 0.5)
     with eager(optimizer, model, device=device, bucket_numel=bucket_numel, transfer_dtype=link or "auto") as scheduler:
@@ -188,16 +182,6 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
 # ---- the trace -------------------------------------------------------------------------------------------------------
 
 
-def refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
-
-
-def events_of(path: Path) -> list[dict[str, Any]]:
-    content = json.loads(path.read_text(), parse_constant=refuse)
-    events: list[dict[str, Any]] = content["traceEvents"]
-    return events
-
-
 @given(
     st.lists(
         st.tuples(st.text(), st.sampled_from(TRACKS), st.floats(0, 1e6), st.floats(0, 1e3), st.floats()), max_size=6
@@ -211,7 +195,7 @@ def test_spans_are_complete_with_times_in_microseconds_from_the_first_and_any_va
         one.add(name, track, begin, begin + length, value=value)
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     one.write(path)
-    events = events_of(path)
+    events = json.loads(path.read_text(), parse_constant=pytest.fail)["traceEvents"]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert list(tracks.values()) == list(TRACKS)
     spans = [event for event in events if event["ph"] == "X"]

@@ -107,10 +107,6 @@ def check(setting: Setting, failing: Failing, caplog: pytest.LogCaptureFixture) 
     assert all(record.name == "superadam" and record.exc_info for record in logged)
 
 
-def leave_no_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "bytes_without_room", lambda transfers: 1)
-
-
 def displace(patch: pytest.MonkeyPatch) -> None:
     of_step = Transaction._count
 
@@ -122,7 +118,7 @@ def displace(patch: pytest.MonkeyPatch) -> None:
 
 
 PREPARED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "SimulatedDevice.reserve": leave_no_room,
+    "SimulatedDevice.reserve": lambda patch: patch.setattr(Transfers, "bytes_without_room", lambda transfers: 1),
     "Autotuner.shrink": displace,
     "OffloadScheduler._apply_placement": displace,
 }

@@ -112,6 +112,13 @@ def layout_of(*tensors: Tensor, is_on_host: bool = True) -> FlatLayout[Any]:
     return FlatLayout([ParameterState(one, row, f"p{row}", is_on_host=is_on_host) for row, one in parameters])
 
 
+def devices_in_turn(name: str, *others: Callable[[], Device]) -> Any:
+    """Return a fixture of this name: each of these devices, and two simulated ones that do things late and soon."""
+    lazy = pytest.param(lambda: SimulatedDevice(1, 0.0), id="lazy")
+    hasty = pytest.param(lambda: SimulatedDevice(2, 0.6), id="hasty")
+    return pytest.fixture(params=[*others, lazy, hasty], name=name)(lambda request: request.param())
+
+
 def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
     """Let a worker's thread end without a word.
 
