@@ -25,15 +25,10 @@ from superadam.kernels.native import Dtype, Format, Pass
 ROWS = ["sve_bf16", "sve", "neon", "scalar"]
 """Instruction sets of aarch64, best first."""
 
-RUNNABLE = {
+RUNNABLE = dict.fromkeys(Cpu, ROWS) | {
     Cpu.CORTEX_A72: ["neon", "scalar"],
     Cpu.NEON: ["neon", "scalar"],
     Cpu.SVE_512_WITHOUT_BF16: ["sve", "neon", "scalar"],
-    Cpu.SVE_128: ROWS,
-    Cpu.SVE_256: ROWS,
-    Cpu.SVE_384: ROWS,
-    Cpu.SVE_512: ROWS,
-    Cpu.SVE_2048: ROWS,
 }
 
 # Flush denormals, no NaN payloads, round to zero, alternative half precision: everything that a caller may have set.

@@ -133,13 +133,10 @@ def _fresh_choices(monkeypatch):
     monkeypatch.delenv("SUPERADAM_THREADS", raising=False)
 
 
-def test_scalar_is_always_available_and_last():
+def test_the_best_isa_is_the_default_and_scalar_the_last():
+    assert superadam.active_isa() == superadam.available_isas()[0]
     assert superadam.available_isas()[-1] == "scalar"
     assert native.known_isas()["scalar"] == "runnable"
-
-
-def test_the_best_isa_is_the_default():
-    assert superadam.active_isa() == superadam.available_isas()[0]
 
 
 def test_the_environment_forces_an_isa(isa, monkeypatch, caplog):

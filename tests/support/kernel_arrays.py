@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 from support import compact, formula
-from support.strategies import Magnitudes, coefficients, lengths, magnitudes, random_array
+from support.strategies import Magnitudes, coefficients, lengths, random_array
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
@@ -286,7 +286,7 @@ def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job
             length,
             gradient_dtype,
             out_dtype,
-            kinds=draw(st.lists(magnitudes(), min_size=1, max_size=6)),
+            kinds=draw(st.lists(st.sampled_from(Magnitudes), min_size=1, max_size=6)),
             offsets=draw(st.lists(st.one_of(st.just(0), st.integers(0, 63)), min_size=1, max_size=7)),
             norm=which is Pass.NORM or draw(st.booleans()),
             sprinkle=draw(st.booleans()),
