@@ -228,21 +228,15 @@ def make_segment(
     gradient_dtype: Dtype,
     out_dtype: Dtype = Dtype.NONE,
     *,
-    kinds: Sequence[Magnitudes] = (Magnitudes.ORDINARY,),
-    offsets: Sequence[int] = (0,),
-    norm: bool = False,
-    sprinkle: bool = False,
+    kinds: Sequence[Magnitudes] = (Magnitudes.ORDINARY,),  # of the arrays, in turn
+    offsets: Sequence[int] = (0,),  # in turn, bytes past a multiple of 64 where they begin
+    norm: bool = False,  # with `sums` and `nonfinite`
+    sprinkle: bool = False,  # put an Inf or NaN into a few elements of the gradients
     form: Format = Format.PLAIN,
 ) -> Segment:
     """Return a segment with every array, filled from `seed`.
 
     With 8-bit moments it is cut to whole blocks, and has no max_exp_avg_sq. Gradients of fp64 make the state fp64, too.
-
-    Args:
-        kinds: magnitudes of the arrays, used in turn.
-        offsets: bytes past a multiple of 64 where the arrays begin, used in turn.
-        norm: with `sums` and `nonfinite`.
-        sprinkle: put an Inf or NaN into a few elements of the gradients.
     """
     rng = np.random.default_rng(seed)
     length -= length % compact.BLOCK if Format.MOMENTS_8BIT in form else 0
