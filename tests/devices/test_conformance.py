@@ -7,23 +7,16 @@ import torch
 from measures.paced_device import PRESETS, PacedDevice
 from torch import Tensor
 
-from superadam.devices import Device, PlainDevice
+from superadam.devices import CudaDevice, Device, PlainDevice
 from superadam.testing import DEVICE_CHECKS, SimulatedDevice
 from superadam.testing.accelerator import SimulatedEvent
-
-
-def cuda() -> Device:
-    from superadam.devices import CudaDevice
-
-    return CudaDevice("cuda")
-
 
 DEVICES: dict[str, Callable[[], Device]] = {
     "plain": PlainDevice,
     "lazy": lambda: SimulatedDevice(0, 0.0),
     "hasty": lambda: SimulatedDevice(1, 0.9),
     "paced": lambda: PacedDevice(PRESETS["h200"]),
-    **({"cuda": cuda} if torch.cuda.is_available() else {}),
+    **({"cuda": lambda: CudaDevice("cuda")} if torch.cuda.is_available() else {}),
 }
 
 

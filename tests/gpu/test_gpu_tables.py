@@ -81,16 +81,14 @@ def test_launches_after_others_write_the_same(name, calls):
 
 @needs_triton
 def test_only_what_is_new_is_uploaded(monkeypatch):
-    uploads = []
-    upload = tables.upload
-    monkeypatch.setattr(tables, "upload", lambda array, device: (uploads.append(array), upload(array, device))[1])
+    upload = Mock(wraps=tables.upload)
+    monkeypatch.setattr(tables, "upload", upload)
     tensors = [ramp(12), ramp(5)]
 
     def run(tensors):
-        """Return how many tables were uploaded."""
-        uploads.clear()
+        upload.reset_mock()
         pack(tensors)
-        return len(uploads)
+        return upload.call_count
 
     others = [ramp(12), ramp(6)]
     assert [run(tensors), run(tensors), run(others), run(tensors)] == [1, 0, 1, 0]
@@ -100,8 +98,8 @@ def test_only_what_is_new_is_uploaded(monkeypatch):
 
 def test_table_of_another_stream_is_another_upload(monkeypatch):
     """Nothing orders the streams, neither at the upload nor when its memory is used again."""
-    uploads = []
-    monkeypatch.setattr(tables, "upload", lambda array, device: (uploads.append(array), torch.from_numpy(array))[1])
+    upload = Mock(side_effect=lambda array, device: torch.from_numpy(array))
+    monkeypatch.setattr(tables, "upload", upload)
     now = SimpleNamespace(cuda_stream=1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
     tensors = [torch.empty(numel) for numel in (5, 0, 3000)]
@@ -116,7 +114,7 @@ def test_table_of_another_stream_is_another_upload(monkeypatch):
     now.cuda_stream = 2
     assert table([[64, 0, 128]]).entries is not first.entries
     assert table([[65, 0, 129]]).entries.tolist() == [0, 1, 5, 3000, 65, 129]
-    assert len(uploads) == 3
+    assert upload.call_count == 3
     tables._kept_upload.cache_clear()
 
 
