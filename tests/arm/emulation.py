@@ -139,7 +139,6 @@ def build() -> Path:
 
 
 def disassemble(path: Path) -> Iterator[str]:
-    """Yield the text of each instruction in an aarch64 object."""
     disassembler = capstone.Cs(capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM)
     disassembler.skipdata = True
     with path.open("rb") as file:

@@ -404,8 +404,6 @@ def variant(request, compilers):
 
 
 def check_over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]]) -> Callable[..., None]:
-    """Return the test that checks variants for some targets."""
-
     @over(targets, kernel, variants)
     def test(variant: tuple[Request, Code]) -> None:
         check(*variant)

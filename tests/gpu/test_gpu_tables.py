@@ -26,7 +26,6 @@ def ramp(numel: int, dtype: torch.dtype = torch.float32, begin: float = 1.0) -> 
 
 
 def pack(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Pack with a norm; return what was written."""
     offsets = [64 * position for position in range(len(tensors))]
     buffer = torch.zeros(64 * len(tensors), dtype=torch.float32, device=DEVICE)
     sums = torch.zeros(len(tensors), dtype=torch.float64, device=DEVICE)

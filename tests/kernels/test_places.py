@@ -129,8 +129,7 @@ def test_both_ways_find_the_same(monkeypatch):
     assert rows.tolist() == [2, *[-7] * (len(tensors) - 1)]
 
 
-METHODS = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
-NAMES = (Tensor, *METHODS, "_cdata", "_version", "grad")
+NAMES = (Tensor, Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg, "_cdata", "_version", "grad")
 
 
 def test_an_array_of_another_length_is_refused():
@@ -188,8 +187,6 @@ def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
 
 
 class Refusing(TorchFunctionMode):
-    """Does not let anybody ask whether a tensor is negated."""
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.is_neg:
             raise NotImplementedError("who asks?")

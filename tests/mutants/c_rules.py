@@ -50,7 +50,6 @@ def parts_of(code: str, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def mutants_of_c(file: str, source: bytes) -> list[Mutant]:
-    """Return all mutants of a file, in the order of their places."""
     text = source.decode("latin-1")  # a character for each byte
     code = blank(HIDDEN, text)
     scopes = [(match.start(), match.end(), match["macro"] or match["function"]) for match in SCOPE.finditer(code)]

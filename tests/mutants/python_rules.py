@@ -51,8 +51,6 @@ def operands_of(node: ast.AST) -> list[ast.expr]:
 
 
 class Rules(ast.NodeVisitor):
-    """Collects the mutants of a file."""
-
     def __init__(self, file: str, source: bytes) -> None:
         self.file, self.source, self.found = file, source, list[Mutant]()
         self.scope: list[ast.FunctionDef | ast.ClassDef] = []  # around the present node

@@ -188,7 +188,6 @@ class Code:
     constants: dict[str, Any]  # of the launch
 
     def count(self, pattern: str) -> int:
-        """Return how many instructions match a regular expression from their beginning to their end."""
         return sum(number for name, number in self.instructions.items() if re.fullmatch(pattern, name))
 
     def count_pairs(self, pattern: str, pair: str) -> int:

@@ -214,7 +214,6 @@ class Job:
                 placed.reset()
 
     def check_everywhere(self, threads: int = 1) -> None:
-        """Assert that every instruction set makes what the oracle does of the same arrays."""
         expected = self.expected()
         for isa in native.available_isas():
             self.reset()

@@ -105,7 +105,6 @@ DEVICES: dict[str, Callable[[int], Device]] = {
 
 
 def layout_of(*tensors: Tensor, is_on_host: bool = True) -> FlatLayout[Any]:
-    """Return the layout of a buffer for parameters with these values."""
     parameters = enumerate(map(nn.Parameter, tensors))
     return FlatLayout([ParameterState(one, row, f"p{row}", is_on_host=is_on_host) for row, one in parameters])
 
