@@ -1,7 +1,6 @@
 """`bench/pace.py`: norms, gradients, what counts as hidden, and the whole run at a tiny size; never how fast it is."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -18,8 +17,6 @@ from superadam.kernels import native
 from superadam.offload.placement import Placement
 from superadam.plan.events import Passes
 
-TINY = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "2"]
-
 
 @pytest.mark.slow
 def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, capsys, tmp_path):
@@ -27,7 +24,8 @@ def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, c
     monkeypatch.setenv("COLUMNS", "80")
     target = tmp_path / "pacing.json"
     before = torch.get_num_threads(), native.get_num_threads()
-    assert pace.main([*TINY, "--ratios", "1", "4", "--preset", "gh200", "--json", str(target)]) == 0
+    words = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "2", "--ratios", "1", "4"]
+    assert pace.main([*words, "--preset", "gh200", "--json", str(target)]) == 0
     assert (torch.get_num_threads(), native.get_num_threads()) == before
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
@@ -48,13 +46,13 @@ def test_pace_prints_every_side_and_writes_json_picture_and_trace(monkeypatch, c
         assert row["best"] in {side["placement"] for side in row["placements"]}
         assert (row["lowest_norm"], row["highest_norm"]) == pytest.approx((0.9, 1.1))
         assert (row["clipped_share"], row["lr"]) == (0.25, HYPERPARAMETERS.lr)
-        for side in (row["auto"], *row["placements"], row["after_backward"], row["torch"]):
+        overlapped = (row["auto"], *row["placements"])
+        for side in (*overlapped, row["after_backward"], row["torch"]):
             assert side["over_clock"] == side["seconds"]["median"] / clock
             assert 0.0 <= side["hidden_share"] <= 1.0
             assert side["accepted"] + side["redone"] <= 1.0
-        for side in (row["auto"], *row["placements"]):
-            assert side["clipped_seconds"] is None or side["clipped_seconds"] > 0.0
-        assert any(side["clipped_seconds"] for side in (row["auto"], *row["placements"]))
+        clipped = [side["clipped_seconds"] for side in overlapped if side["clipped_seconds"] is not None]
+        assert min(clipped) > 0.0
     assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(target.with_suffix(".trace.json").read_text())["traceEvents"]
     assert {"forward", "backward", "adam", "download", "upload"} <= {event["name"] for event in events}
@@ -92,12 +90,6 @@ def test_the_timed_steps_have_the_wanted_share_too(share):
     timed = pacing.timed_norms(turns)
     assert timed == turns[-2][pacing.WARM_UPS :] + turns[-1][pacing.WARM_UPS :]
     assert np.mean([norm > gradient_norms.MAX_NORM for norm in timed]) == share
-
-
-def test_without_a_share_one_step_in_ten_is_clipped():
-    norms = list(itertools.chain(*pacing.norms_of_turns(None, 6)))
-    assert [step for step, norm in enumerate(norms) if norm > 1.0] == list(range(0, 60, 10))
-    assert len(set(norms)) == 2
 
 
 def test_gradients_have_the_wanted_norms_and_a_state_that_fits_them():

@@ -27,9 +27,9 @@ def exact_one(monkeypatch):
     return "torch"
 
 
-def _with_gradients(dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, 64, generator=generator).to(dtype).requires_grad_() for _ in range(2)]
+def _parameters() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 64, generator=generator).bfloat16().requires_grad_() for _ in range(2)]
 
 
 def _new_gradients(parameters: list[torch.Tensor], step: int) -> None:
@@ -40,7 +40,7 @@ def _new_gradients(parameters: list[torch.Tensor], step: int) -> None:
 
 def test_an_error_is_that_of_the_update(exact_one):
     """That of another AdamW in fp32 is nothing; a state in fewer bits has one, and a worse one has a larger one."""
-    parameters = _with_gradients(torch.bfloat16)
+    parameters = _parameters()
     names = ("fp32", exact_one, "bf16", "8bit")
     errors = state_training.UpdateErrors(parameters, BETAS, names, marks=[10, 20])
     for step in range(1, 21):
@@ -56,7 +56,7 @@ def test_an_error_is_that_of_the_update(exact_one):
 
 
 def test_a_drift_is_that_of_masters(exact_one):
-    parameters = _with_gradients(torch.bfloat16)
+    parameters = _parameters()
     groups = [{"params": parameters, "weight_decay": 0.01}]
     leader = FORMATS["fp32"].make(groups, BETAS)
     names = (exact_one, "24bit", "bf16 master to nearest")
@@ -74,7 +74,7 @@ def test_a_drift_is_that_of_masters(exact_one):
 
 def test_formats_of_others_round_what_they_say():
     for name, of_moments in (("bf16 moments to nearest", True), ("bf16 master to nearest", False)):
-        (parameter, _) = _with_gradients(torch.bfloat16)
+        (parameter, _) = _parameters()
         side = FORMATS[name].make([{"params": [parameter], "weight_decay": 0.0}], BETAS)
         assert isinstance(side, OverMasters)
         for step in (1, 2):
@@ -96,28 +96,25 @@ def test_the_spread_of_runs_is_that_of_one_more():
     assert SpreadOfRuns.of([0.0, 1.0]).high - 0.5 == pytest.approx(12.7062 * math.sqrt(0.5 * 1.5), rel=1e-3)  # with 1
 
 
-@pytest.fixture
-def words(tmp_path, monkeypatch):
-    made = [
+def _tiny(tmp_path, monkeypatch, formats):
+    """Let runs be tiny, and return the words that start them."""
+    texts = [
         state_training.Text.of(name, "".join(f"{name} {number}\n" for number in range(1000)).encode(), 48)
         for name in ("text", "other")
     ]
-    monkeypatch.setattr(smaller_state, "read_texts", lambda seq: tuple(made))
+    sizes = {"width": 64, "layers": 1, "fine_tuning_steps": 5, "fine_tuning_lrs": (1e-5,), "held_out": 4}
+    settings = functools.partial(state_training.Settings, **sizes, formats=tuple(formats))
+    monkeypatch.setattr(smaller_state, "read_texts", lambda seq: tuple(texts))
+    monkeypatch.setattr(smaller_state, "Settings", settings)
     return ["--steps", "10", "--beta2", "0.9", "--perturbed", "1", "--json", str(tmp_path / "found.json")]
 
 
-def _make_tiny(monkeypatch, formats):
-    sizes = {"width": 64, "layers": 1, "fine_tuning_steps": 5, "fine_tuning_lrs": (1e-5,), "held_out": 4}
-    tiny = functools.partial(state_training.Settings, **sizes, formats=tuple(formats))
-    monkeypatch.setattr(smaller_state, "Settings", tiny)
-
-
 @pytest.mark.slow
-def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(words, tmp_path, monkeypatch, capsys):
+def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     ours = ["fp32", "8bit", "24bit"]
     formats = [*ours, "bf16 moments to nearest", "bf16 master to nearest"]
-    _make_tiny(monkeypatch, formats)
+    words = _tiny(tmp_path, monkeypatch, formats)
     before = torch.get_num_threads()
     assert smaller_state.main([*words, "--picture", str(tmp_path / "found.svg")]) == 0
     assert torch.get_num_threads() == before
@@ -152,9 +149,9 @@ def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
     assert "has other settings" in capsys.readouterr().err
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_weights(words, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_with_the_same_weights(tmp_path, monkeypatch):
     """Fine-tuning begins with weights of a run from scratch, which another process may have made."""
-    _make_tiny(monkeypatch, ["fp32"])
+    words = _tiny(tmp_path, monkeypatch, ["fp32"])
     file = tmp_path / "found.json"
     assert smaller_state.main(words) == 0
     whole = json.loads(file.read_text())

@@ -75,10 +75,6 @@ def test_runs_by_themselves_are_timed_after_warm_ups():
     assert min(seconds) >= 0.0
 
 
-def checksum(arrays: PassArrays, *names: str) -> int:
-    return sum(int(arrays[name].view(np.uint32).sum(dtype=np.uint64)) for name in names) % 2**32
-
-
 READ_ONLY = {
     Pass.NORM: ("gradient",),
     Pass.SPECULATE: ("gradient", *STATE, *PLANES),
@@ -98,17 +94,16 @@ KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, form
 def test_traffic_reads_everything_and_leaves_the_state_alone(which, dtype, form):
     arrays = PassArrays(NUMEL, dtype, SETTINGS[dtype], form)
     before = {name: array.copy() for name, array in arrays.items()}
-    expected = checksum(arrays, *(name for name in READ_ONLY[which] if name in before))
+    read = [before[name].view(np.uint32) for name in READ_ONLY[which] if name in before]
+    expected = sum(int(array.sum(dtype=np.uint64)) for array in read) % 2**32
     writes_out = which in (Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
     for variant in floor.variants(which, arrays.out_dtype, form):
         arrays["out"][:] = before["out"]
         assert floor.action(arrays, which, variant, 2)() == expected, variant
         for name in before.keys() - {"out"}:
             np.testing.assert_array_equal(arrays[name], before[name], err_msg=f"{name} {variant}")
-        if writes_out:
-            np.testing.assert_array_equal(arrays["out"].view(np.uint16), 0x3F80)
-        else:
-            np.testing.assert_array_equal(arrays["out"], before["out"])
+        written = 0x3F80 if writes_out else before["out"].view(np.uint16)
+        np.testing.assert_array_equal(arrays["out"].view(np.uint16), written)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -162,19 +157,13 @@ def test_bytes_per_element():
         assert bytes_per_element(which, Dtype.FLOAT32, Dtype.BFLOAT16) == size
     assert bytes_per_element(Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE) == 26
     assert bytes_per_element(Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64) == 64
-    others = {  # than the state, and how often that is read or written
-        Pass.NORM: (2, 0),
-        Pass.SPECULATE: (4, 1),
-        Pass.COMMIT: (2, 2),
-        Pass.COMMIT_AND_SPECULATE: (6, 2),
-        Pass.UPDATE: (4, 2),
-    }
+    others = (2, 4, 2, 6, 4)  # than the state
+    times = (0, 1, 2, 2, 2)  # the state is read or written
     for form in FORMATS:
         arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, form)
-        named = {name: array.nbytes / NUMEL for name, array in arrays.items()}
-        state = sum(size for name, size in named.items() if name not in ("gradient", "accepted_gradient", "out"))
-        for which, (other, times) in others.items():
-            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + times * state
+        state = sum(array.nbytes / NUMEL for name, array in arrays.items() if name in (*STATE, *PLANES))
+        for which, other, count in zip(of_the_design, others, times, strict=True):
+            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + count * state
         assert arrays.coefficients["turn"] != 0
 
 

@@ -77,25 +77,21 @@ def listed() -> dict[str, str]:
     return {f"{key}.another" if key in holds else key: instead for key, instead in keys.items()}
 
 
-def everything(value: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for key in listed():
-        *parents, last = key.split(".")
-        place = config
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return config
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return dict(value)
 
 
 def test_each_key_without_counterpart_has_a_line() -> None:
-    text = translation.translated(everything("auto"))
-    assert "not known" not in text
     for key, instead in listed().items():
+        text = translation.translated(nested(key, "auto"))
         assert f"# {key}: 'auto': {instead}" in text.splitlines()
-    assert "# zero_optimisation.stage: 3: not known here" in translation.translated({"zero_optimisation": {"stage": 3}})
+        assert "not known" not in text
+    misspelt = translation.translated(nested("zero_optimisation.stage", 3))
+    assert "# zero_optimisation.stage: 3: not known here" in misspelt
     assert "# a b: 1: not known here" in translation.translated({"a\nb": 1})
-    assert "# scheduler.type: [1]: a learning-rate" in translation.translated({"scheduler": {"type": [1]}})
+    assert "# scheduler.type: [1]: a learning-rate" in translation.translated(nested("scheduler.type", [1]))
 
 
 def test_auto_is_left_to_the_trainer() -> None:

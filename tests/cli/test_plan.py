@@ -72,13 +72,6 @@ def test_what_does_not_fit_ends_with_1_and_a_remedy(capsys: pytest.CaptureFixtur
     assert "larger than a bucket, and cut: model.embed_tokens.weight" in out
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("superadam.cli.usage.find_spec", lambda name: None)
-    status, _, err = said(capsys, "phi-4")
-    assert status == 2
-    assert "needs transformers; install it with: pip install 'superadam[plan]'" in err
-
-
 def test_measured_passes_are_a_machine(monkeypatch, tmp_path, folder, capsys):
     monkeypatch.setattr("superadam.cli.bench.command.NUMEL", 4096)
     monkeypatch.setattr("superadam.cli.bench.command.PAIRS", 3)

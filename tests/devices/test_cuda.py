@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam.devices import CudaDevice, PlainDevice, Stream
 from superadam.devices.pinned import CudaRegistrar, PinningError, Slab
-from superadam.gpu import reaches
+from superadam.gpu import reaches, scatter_values
 from superadam.gpu.scatter import _runtime
 from superadam.host.memory import HostNeeds
 from superadam.kernels.resident_step import ResidentStep
@@ -300,6 +300,18 @@ def test_reserved_memory_is_pinned_for_torch(gpu):
     assert reaches(device.host_empty(1000, torch.float32), device.device) or torch.version.hip
     assert not device.host_empty(1 << 22, torch.float32).is_pinned()
     device.close()
+
+
+@on_each_gpu
+def test_kernels_read_pinned_memory_of_the_host(gpu):
+    targets = [torch.zeros(100, device=gpu), torch.zeros(5, device=gpu)]
+    for implementation in BACKENDS:
+        with asked_for(implementation):
+            scatter_values([torch.arange(100.0).pin_memory(), torch.ones(5, device=gpu)], targets)
+        assert targets[0].tolist() == list(range(100))
+        assert targets[1].tolist() == [1.0] * 5
+        for target in targets:
+            target.zero_()
 
 
 @on_each_gpu

@@ -23,7 +23,6 @@ from transformers import (
     MistralForCausalLM,
     MixtralForCausalLM,
     PreTrainedModel,
-    masking_utils,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -283,24 +282,6 @@ def test_the_example_learns_the_same_on_all_ranks(reports):
     losses = [report["example"] for report in reports[2]]
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0] == pytest.approx(math.log(256), rel=0.05)
-
-
-MASKS = {
-    "window": masking_utils.sliding_window_causal_mask_function(8),
-    "chunks": masking_utils.chunked_causal_mask_function(8, torch.zeros(1)),
-    "packed": masking_utils.packed_sequence_mask_function(torch.zeros(1, 8)),
-    "bidirectional": masking_utils.bidirectional_mask_function,
-    "causal and another": masking_utils.causal_mask_function,
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_are_refused(name, one_rank):
-    check = partial(example.check_mask, device=torch.device("cpu"), group=dist.group.WORLD, q_length=8)
-    is_causal = name == "causal and another"
-    with pytest.raises(ValueError, match="no masks"):
-        check(mask_function=MASKS[name], attention_mask=torch.ones(1, 8) if is_causal else None)
-    assert check(mask_function=masking_utils.causal_mask_function, attention_mask=None) is None
 
 
 def test_cross_attention_is_refused():

@@ -4,7 +4,6 @@ Also of saves beside training.
 """
 
 import contextlib
-import json
 import os
 import resource
 import shutil
@@ -20,7 +19,6 @@ import torch
 from support import ranks
 from support.shards import model_of, wrap
 from support.visible import content
-from support.waiting import wait_until
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -259,8 +257,6 @@ def test_process_group_may_be_a_part_of_the_ranks(rank, tmp_path):
 GB = 10**9
 LEFT: dict[str, tuple[list[dict[str, int]], str | None]] = {
     "on two machines": ([{"a": 11 * GB}, {"b": 11 * GB}], None),
-    "enough": ([{"a": 21 * GB}, {"a": 21 * GB}], None),
-    "one has less": ([{"a": 11 * GB}, {"b": 9 * GB}], "10.00 GB of host memory, of which 9.00 GB are left"),
     "on one machine": (
         [{"a": 11 * GB}, {"a": 11 * GB, "a group": 11 * GB}],
         "10.00 GB of host memory, with those of other ranks 20.00 GB, of which 11.00 GB are left",
@@ -381,58 +377,6 @@ def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments, master, tmp
         assert content(model, optimizer) == saved
 
 
-def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[Any, list[str], str]:
-    """Resume or start, and save so often, together with the other job; return what was resumed, saved and refused."""
-    model, optimizer = make()
-    path = latest(Path(folder, "run"))
-    extra = None if path is None else load(path, model, optimizer)
-    Path(folder, f"{job}-{rank}").touch()
-    for one in (0, 1):
-        wait_until(Path(folder, f"{other}-{one}").exists)
-    saved = []
-    for number in range(saves):
-        train(model, optimizer, number)
-        try:
-            saved.append(save(Path(folder, "run"), model, optimizer, extra={"job": job, "number": number}).name)
-        except CheckpointError as error:
-            return extra, saved, str(error)
-    return extra, saved, ""
-
-
-@pytest.mark.parametrize("begins", ["fresh", pytest.param("continued", marks=pytest.mark.deep)])
-def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins, tmp_path):
-    earlier = None
-    if begins == "continued":
-        for rank in (0, 1):
-            (tmp_path / f"none-{rank}").touch()
-        earlier = {"job": "first", "number": 0}
-        assert ranks.run(be_a_job, 2, folder=str(tmp_path), job="first", other="none", saves=1)[0][1]
-    cases = [{"folder": str(tmp_path), "job": one, "other": other, "saves": 4} for one, other in ("ab", "ba")]
-    endings = ranks.run_apart(be_a_job, 2, cases)
-    results = []
-    for of_ranks in endings:
-        assert [ending.status for ending in of_ranks] == [0, 0], endings
-        assert of_ranks[0].result == of_ranks[1].result
-        results.append(of_ranks[0].result)
-    assert [extra for extra, _, _ in results] == [earlier, earlier]
-    lost, won = sorted(results, key=lambda result: len(result[1]))
-    first = 1 + (begins == "continued")
-    assert won[1:] == ([f"save-{number:08}" for number in range(first, first + 4)], "")
-    assert lost[1] == []
-    assert lost[2].startswith(f"cannot save a checkpoint to {tmp_path / 'run'}: it holds save-")
-    assert "which was neither loaded into this optimizer nor saved from it" in lost[2]
-    winner = "ab"[results.index(won)]
-    for number, loaded in enumerate(ranks.run(load_all, 2, folder=str(tmp_path / "run"))[0]):
-        assert loaded == {"job": winner, "number": number + 2}
-    runs = [json.loads(path.read_bytes())["run"] for path in (tmp_path / "run").glob("save-*/manifest.json")]
-    assert len(runs) == 2
-    assert len(set(runs)) == 1
-
-
-def load_all(rank: int, *, folder: str) -> list[Any]:
-    return [load(path, *make()) for path in sorted(Path(folder).glob("save-*"))]
-
-
 HERE = "/proc/self/cwd/run"
 """A path that leads each process to a folder of its own, as on nodes that share no file system."""
 
@@ -446,7 +390,7 @@ def save_alone(rank: int, path: Any) -> None:
 
 @ranks.on_ranks(3)
 def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(rank, tmp_path):
-    """First in empty folders, and then where each rank holds a run."""
+    """First in empty folders, then where each rank holds a copy of a run, and where each has its own."""
     own = tmp_path / str(rank)
     own.mkdir()
     words = []
@@ -468,45 +412,27 @@ def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(rank, tmp_p
             refused(save, HERE, model, optimizer)
             Path(HERE).mkdir(exist_ok=True)
             distributed.barrier()
-        save_alone(rank, HERE)
-        distributed.barrier()
-        refused(latest, HERE)
-        refused(load, HERE, model, optimizer)
-        refused(load, Path(HERE, "save-00000001"), model, optimizer)
-        refused(save, HERE, model, optimizer)
+        for is_copy in (True, False):
+            if rank == 0 or not is_copy:
+                shutil.rmtree(own / "run")
+                save_alone(rank, HERE)
+            distributed.barrier()
+            if rank != 0 and is_copy:
+                shutil.copytree(tmp_path / "0" / "run", own / "run", dirs_exist_ok=True)
+            distributed.barrier()
+            refused(latest, HERE)
+            refused(load, HERE, model, optimizer)
+            refused(load, Path(HERE, "save-00000001"), model, optimizer)
+            refused(save, HERE, model, optimizer)
     assert_same_on_all(words)
     fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
     begins = f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
     saves = f"cannot save a checkpoint to {HERE}: {fault}; earlier ones are as they were"
     loads = f"cannot load a checkpoint from {{}}: {fault}; nothing was loaded"
     *found, last = words
-    assert found == [begins, saves, begins, saves, begins, loads.format(HERE), loads.format(f"{HERE}/save-00000001")]
+    of_runs = [begins, loads.format(HERE), loads.format(f"{HERE}/save-00000001")]
+    assert found == [begins, saves, begins, saves, *of_runs, last, *of_runs]
     assert "it holds save-00000001, which was neither loaded into this optimizer nor saved from it" in last
-
-
-@ranks.on_ranks(2)
-def test_copies_of_a_run_are_not_one_folder(rank, tmp_path):
-    """And stay as they are."""
-    own = tmp_path / str(rank)
-    if rank == 0:
-        save_alone(rank, own / "run")
-        shutil.copytree(own, own.with_name("1"))
-    distributed.barrier()
-    before = sorted(own.rglob("*"))
-    with contextlib.chdir(own):
-        words = [
-            told(latest, HERE),
-            told(load, HERE, *make()),
-            told(load, Path(HERE, "save-00000001"), *make()),
-        ]
-    assert sorted(own.rglob("*")) == before
-    fault = f"{HERE} is another folder on ranks [1] than on rank 0: choose one that all ranks share"
-    loads = f"cannot load a checkpoint from {{}}: {fault}; nothing was loaded"
-    assert words == [
-        f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed",
-        loads.format(HERE),
-        loads.format(f"{HERE}/save-00000001"),
-    ]
 
 
 @ranks.on_ranks(2)

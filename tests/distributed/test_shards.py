@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from superadam import SpeculativeCPUAdamW, StepKind
-from superadam.distributed import shards
 
 pytestmark = pytest.mark.slow
 
@@ -146,31 +145,6 @@ def test_state_that_is_held_shows_every_step(rank):
     for name, master in zip(names, held, strict=True):
         for seen in (local(master), local(getattr(model, name).weight)):
             assert (seen - 3).abs().max() < 0.1
-
-
-@on_ranks(2)
-def test_state_that_is_edited_during_speculation(rank):
-    """Through the DTensor, whose version alone counts that, through its part, and by another DTensor in its place."""
-    whole = [("whole", key) for key in ("exp_avg", "exp_avg_sq", "master")]
-    for edit, key in [*whole, ("part", "exp_avg"), ("other", "exp_avg")]:
-        states = []
-        for is_speculative in (True, False):
-            model, one = made(torch.bfloat16)
-            train(model, one, rank, range(2))
-            backward(model, rank, 2)
-            if is_speculative:
-                one.speculate()
-            entry = one.state[model.first.weight]
-            with torch.no_grad():
-                if edit == "whole":
-                    entry[key].mul_(5)
-                elif edit == "part":
-                    entry[key].to_local().mul_(5)
-                else:
-                    entry[key] = entry[key] * 5
-            one.step()
-            states.append(state_of(one))
-        assert states[0] == states[1]
 
 
 @on_ranks(2)
@@ -364,22 +338,3 @@ def test_parameters_that_are_not_summed_are_refused(rank):
         partial = nn.Parameter(DTensor.from_local(torch.ones(3), where, placements))
         with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is placed .* expected Shard or Replicate"):
             SpeculativeCPUAdamW([partial])
-
-
-# -- what is known of DTensor and not documented -----------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_where_writes_to_a_dtensor_count(rank):
-    parameter = nn.Parameter(distribute_tensor(torch.ones(3, 2, dtype=torch.bfloat16), init_device_mesh("cpu", (2,))))
-    with torch.no_grad():
-        part = shards.local_of(parameter)
-        # An operation on the DTensor counts there, one on the part in the part, and one on a list nowhere: see README.
-        for write, where in (
-            (lambda: parameter.add_(1), (1, 0)),
-            (lambda: parameter.to_local().add_(1), (0, 1)),
-            (lambda: torch._foreach_add_([parameter], 1), (0, 0)),
-        ):
-            versions = parameter._version, part._version
-            write()
-            assert (parameter._version - versions[0], part._version - versions[1]) == where

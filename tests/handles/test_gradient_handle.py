@@ -1,7 +1,6 @@
 """Handles in `.grad`: whatever a program does with one has the bits of the same done to an ordinary gradient."""
 
 import copy
-import functools
 import gc
 import itertools
 import math
@@ -9,7 +8,7 @@ import operator
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -37,11 +36,19 @@ def bits(value: Any) -> Any:
     return visible.bits(value) if isinstance(value, Tensor) else repr(value)
 
 
+def take_as_they_arrive(parameter: Tensor) -> Owner:
+    """Take gradients in a hook."""
+    owner = Owner(parameter)
+    alive = weakref.ref(owner)
+    parameter.register_post_accumulate_grad_hook(lambda parameter: take_gradient(parameter, alive()) and None)
+    return owner
+
+
 def handle_for(gradient: Tensor, keeper: NotingHolder | None = None) -> tuple[Any, Owner, TakenGradient]:
-    """Return a parameter in whose `.grad` is a handle of a copy of `gradient`."""
+    """Return a parameter in whose `.grad` is a handle of a copy of `gradient`; later ones are taken as they arrive."""
     parameter: Any = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient.clone()
-    owner = Owner(parameter)
+    owner = take_as_they_arrive(parameter)
     taken = take_gradient(parameter, owner, keeper)
     assert type(parameter.grad) is GradientHandle
     return parameter, owner, taken
@@ -53,58 +60,12 @@ def with_other_strides(tensor: Tensor) -> Tensor:
     return tensor.permute(order).contiguous().permute(order)
 
 
-def model() -> nn.Sequential:
-    torch.default_generator.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
-
-
-def backward(module: nn.Module, factor: float = 1.0) -> None:
-    dtype = next(module.parameters()).dtype
-    (module((INPUTS * factor).to(dtype)).pow(2).sum() * 5).backward()
-
-
-def take_as_they_arrive(module: nn.Module) -> list[Owner]:
-    """Take the gradients of a model in hooks, as long as what is returned is referenced."""
-
-    def take(owner: Callable[[], Owner | None], parameter: Tensor) -> None:
-        take_gradient(parameter, owner())
-
-    owners = [Owner(parameter) for parameter in module.parameters()]
-    for owner in owners:
-        hook = functools.partial(take, weakref.ref(owner))
-        owner.parameter.register_post_accumulate_grad_hook(hook)
-    return owners
-
-
-class Pair:
-    """Two equal models after backward; the gradients of one are taken as they arrive."""
-
-    def __init__(self) -> None:
-        self.taking, self.plain = model(), model()
-        self.owners = take_as_they_arrive(self.taking)
-        for module in self:
-            backward(module)
-        assert self.handles() == 4
-
-    def __iter__(self) -> Iterator[nn.Sequential]:
-        return iter((self.taking, self.plain))
-
-    def check(self) -> None:
-        ours, theirs = list(self.taking.parameters()), list(self.plain.parameters())
-        assert bits(ours) == bits(theirs)
-        assert bits([p.grad for p in ours]) == bits([p.grad for p in theirs])
-        strides = [[p.grad is not None and p.grad.stride() for p in parameters] for parameters in (ours, theirs)]
-        assert strides[0] == strides[1]
-
-    def handles(self) -> int:
-        return sum(taken_of(p.grad) is not None for p in self.taking.parameters())
-
-
-def weight(module: nn.Module) -> Any:
-    return module.get_parameter("0.weight")
+def pair_for(gradient: Tensor) -> tuple[Any, Any, Owner]:
+    """Return a parameter with a handle, and one with the ordinary gradient."""
+    ours, owner, _ = handle_for(gradient)
+    theirs = nn.Parameter(torch.zeros_like(gradient))
+    theirs.grad = gradient.clone()
+    return ours, theirs, owner
 
 
 # -- any sequence of operations ----------------------------------------------------------------------------------------
@@ -428,6 +389,7 @@ WRITTEN: dict[str, Operation] = {
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
     "others in lists": lambda p, held: _versions_of_others(p),
     "of a subclass": lambda p, held: _of_a_subclass(p),
+    "write of another process": lambda p, held: pickle.loads(ForkingPickler.dumps(p.grad)).add_(1),
     "reshaped and back": lambda p, held: _reshaped_and_back(p),
 }
 """What gives the gradient back."""
@@ -470,15 +432,13 @@ def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place
     """Do the same to a taken and to an ordinary gradient; return what the first has become."""
     start = values(int(np.prod(shape))).view(shape).to(dtype)
     start = with_other_strides(start) if place == "columns" else start
-    ours, owner, taken = handle_for(start)
-    theirs = nn.Parameter(torch.zeros_like(start))
-    theirs.grad = start.clone()
+    ours, theirs, _owner = pair_for(start)
+    taken: Any = taken_of(ours.grad)
     if place != "here":
         taken.pending = with_other_strides(taken.pending) if place == "other strides" else taken.pending.contiguous()
     arrived = taken.pending.clone()
     pending = taken.pending
     del taken
-    ours.register_post_accumulate_grad_hook(lambda parameter: take_gradient(parameter, owner) and None)
     held_ours, held_theirs = list[Any](), list[Any]()
     for name in operations:
         results = []
@@ -682,24 +642,21 @@ def test_gradient_that_no_longer_fits_the_parameter_stays() -> None:
 
 
 def test_versions_do_not_run_backwards() -> None:
-    both = Pair()
+    ours, theirs, _owner = pair_for(torch.ones(8, 6))
     versions: list[list[int]] = [[], []]
-    for module, seen in zip(both, versions, strict=True):
-        parameter = weight(module)
+    for parameter, seen in zip((ours, theirs), versions, strict=True):
         for change in (
-            lambda g: g.mul_(2),
-            lambda g: g.add_(1),
-            lambda g: g.mul_(2),
-            lambda g: g.numpy(),
-            lambda g: g.div_(2),
-            lambda g: setattr(g, "data", torch.ones(8, 6)),
+            lambda p: p.grad.mul_(2),
+            lambda p: p.grad.add_(1),
+            lambda p: p.grad.mul_(2),
+            lambda p: p.grad.numpy(),
+            lambda p: p.grad.div_(2),
+            lambda p: _set_data(p, torch.ones(8, 6)),
+            _accumulate,
+            _accumulate,
         ):
-            change(parameter.grad)
+            change(parameter)
             seen.append(parameter.grad._version)
-        backward(module)
-        seen.append(parameter.grad._version)
-        backward(module)
-        seen.append(parameter.grad._version)
     assert all((b > a) is (d > c) for (a, b), (c, d) in zip(*map(itertools.pairwise, versions), strict=True)), versions
     assert all(ours >= theirs for ours, theirs in zip(*versions, strict=True)), versions
 
@@ -722,9 +679,10 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_modules_are_converted_as_with_ordinary_gradients(conversion: str, swap: bool) -> None:
-    both = Pair()
+    pairs = [pair_for(irregular(12).float().view(3, 4)), pair_for(irregular(5).float())]
+    both = ours, theirs = [nn.ParameterList([pair[side] for pair in pairs]) for side in (0, 1)]
     for module in both:
-        weight(module).grad.mul_(0.3)
+        module[0].grad.mul_(0.3)
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
         for module in both:
@@ -732,13 +690,17 @@ def test_modules_are_converted_as_with_ordinary_gradients(conversion: str, swap:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     if conversion in ("meta", "empty"):
-        assert all(parameter.grad is None or parameter.grad.is_meta for parameter in both.taking.parameters())
+        assert all(parameter.grad is None or parameter.grad.is_meta for parameter in ours)
         return
-    both.check()
-    assert both.handles() == (4 if conversion.startswith(("no change", "layout")) else 0)
-    for module in both:
-        backward(module)
-    both.check()
+    for accumulates in (False, True):
+        for parameter in (*ours, *theirs) if accumulates else ():
+            _accumulate(parameter)
+        assert bits([*ours]) == bits([*theirs])
+        assert bits([p.grad for p in ours]) == bits([p.grad for p in theirs])
+        assert [p.grad.stride() for p in ours] == [p.grad.stride() for p in theirs]
+        if not accumulates:
+            is_kept = conversion.startswith(("no change", "layout"))
+            assert [taken_of(p.grad) is not None for p in ours] == [is_kept] * 2
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -767,14 +729,6 @@ def test_memory_is_the_gradient_itself() -> None:
         assert parameter.grad.tolist() == [1.0, 2.0]
 
 
-def test_processes_share_the_gradient_itself() -> None:
-    parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
-    received = pickle.loads(ForkingPickler.dumps(parameter.grad))
-    assert type(received) is Tensor
-    received.add_(1)
-    assert parameter.grad.tolist() == [2.0, 3.0]
-
-
 def test_dlpack_of_other_tensors_is_that_of_torch() -> None:
     tensor = torch.tensor([1.0, 2.0])
     assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)).data_ptr() == tensor.data_ptr()
@@ -801,28 +755,27 @@ def test_sparse_gradient_after_a_dense_one() -> None:
     for takes in (True, False):
         torch.default_generator.manual_seed(0)
         embedding = nn.Embedding(10, 4, sparse=True)
-        owners = take_as_they_arrive(embedding) if takes else []
+        owner = take_as_they_arrive(embedding.weight) if takes else None
         embedding.weight.sum().backward()
-        assert (taken_of(embedding.weight.grad) is not None) is bool(owners) is takes
+        assert (taken_of(embedding.weight.grad) is not None) is (owner is not None) is takes
         embedding(torch.tensor([1, 1, 3])).pow(2).sum().backward()
         results.append(bits(embedding.weight.grad))
     assert results[0] == results[1]
 
 
 def test_reads_from_many_threads() -> None:
-    both = Pair()
+    ours, theirs, _owner = pair_for(irregular(48).float())
     results: list[Any] = []
 
     def read() -> None:
-        results.extend(bits([p.grad.norm() for p in both.taking.parameters() if p.grad is not None]) for _ in range(20))
+        results.extend(bits(ours.grad.norm()) for _ in range(80))
 
     threads = [threading.Thread(target=read) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    expected = bits([p.grad.norm() for p in both.plain.parameters() if p.grad is not None])
-    assert results == [expected] * 80
+    assert results == [bits(theirs.grad.norm())] * 320
 
 
 def test_nothing_is_kept_alive_after_giving_back() -> None:
@@ -845,7 +798,6 @@ def _sum_of(first: Tensor) -> tuple[nn.Parameter, Owner, TakenGradient]:
     parameter, owner, taken = handle_for(first)
     taken.pending = taken.pending.to(torch.float32)
     taken.is_unrounded, taken.exact_dtype = True, taken.pending.dtype
-    parameter.register_post_accumulate_grad_hook(lambda p: take_gradient(p, owner) and None)
     return parameter, owner, taken
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from support.optimizers import DTYPES, EACH_DTYPE
 from support.visible import bits
 from torch import Tensor, nn
 
-from superadam.handles.taken_gradient import Factor, FactorKind, TakenGradient
+from superadam.handles.taken_gradient import Factor, FactorKind, HostSum, TakenGradient
+from superadam.testing import SimulatedDevice
 
 MULTIPLY, DIVIDE, UNSCALE = FactorKind.MULTIPLY, FactorKind.DIVIDE, FactorKind.UNSCALE
 
@@ -42,20 +44,6 @@ def transposed(tensor: Tensor) -> Tensor:
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
-
-
-@EACH_DTYPE
-def test_values_without_factors_are_the_gradient_itself(dtype: torch.dtype) -> None:
-    gradient = irregular(3, 5, dtype=dtype)
-    taken = TakenGradient(gradient)
-    assert taken.value() is taken.scaled() is taken.ready() is gradient
-    assert (taken.shape, taken.strides, taken.dtype, taken.device) == ((3, 5), (5, 1), dtype, gradient.device)
-    assert taken.scale() == taken.unscale_factor() == 1.0
-    assert taken.given is None
-    taken.pending = transposed(gradient)
-    assert taken.scaled() is taken.pending
-    assert taken.value().stride() == (5, 1)
-    assert same_bits(taken.value(), gradient)
 
 
 KINDS = st.sampled_from(list(FactorKind))
@@ -104,58 +92,47 @@ def test_values_are_those_of_torch(factors, dtype, shape, elsewhere, is_narrow):
         assert same_bits((wide * torch.tensor(scale, dtype=wide.dtype)).to(dtype).nan_to_num(7), expected.nan_to_num(7))
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "dtype", "scale"),
-    [
-        (MULTIPLY, 0.3, torch.float32, torch.tensor(0.3).item()),
-        (MULTIPLY, 0.3, torch.float64, 0.3),
-        (MULTIPLY, torch.tensor(0.3), torch.float64, torch.tensor(0.3).item()),
-        (MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.float32, torch.tensor(0.3).item()),
-        (UNSCALE, torch.tensor(0.3), torch.float32, torch.tensor(0.3).item()),
-        (MULTIPLY, -1, torch.float32, -1.0),
-        (MULTIPLY, 0, torch.float32, 0.0),
-        (MULTIPLY, torch.tensor(1.0), torch.bfloat16, 1.0),
-        (MULTIPLY, True, torch.bfloat16, 1.0),
-        (MULTIPLY, 0.3, torch.bfloat16, torch.tensor(0.3).item()),
-        (MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.bfloat16, torch.tensor(0.3).item()),
-        (UNSCALE, torch.tensor(0.3), torch.bfloat16, torch.tensor(0.3).item()),
-        (DIVIDE, 2**7, torch.bfloat16, 2**-7),
-        (DIVIDE, 3, torch.bfloat16, None),
-        (MULTIPLY, 0.5, torch.float16, None),
-        (MULTIPLY, 2.0, torch.float32, None),
-        (MULTIPLY, math.nan, torch.float32, None),
-        (MULTIPLY, math.inf, torch.float32, None),
-        (DIVIDE, 4, torch.float32, 0.25),
-        (DIVIDE, torch.tensor(-2.0), torch.float32, -0.5),
-        (DIVIDE, 0.5, torch.float32, None),
-        (DIVIDE, 3, torch.float32, None),
-        (DIVIDE, 0, torch.float32, None),
-        (DIVIDE, math.inf, torch.float32, None),
-    ],
-)
-def test_one_product_is_a_scale_where_torch_rounds_once(kind, value, dtype, scale):
-    check_scale(irregular(4, dtype=dtype), kind, value, scale)
+NARROW = torch.tensor(0.3).item()
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "dtype", "scale"),
+    ("shape", "kind", "value", "dtype", "scale"),
     [
-        (MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.float32, None),  # in double, and rounded once
-        (MULTIPLY, 0.3, torch.float32, torch.tensor(0.3).item()),
-        (MULTIPLY, torch.tensor(0.3), torch.bfloat16, None),  # torch multiplies in the wider dtype
-        (MULTIPLY, torch.tensor(0.3, dtype=torch.bfloat16), torch.bfloat16, 0.30078125),
-        (UNSCALE, torch.tensor(0.3), torch.bfloat16, torch.tensor(0.3).item()),
+        ((4,), MULTIPLY, 0.3, torch.float32, NARROW),
+        ((4,), MULTIPLY, 0.3, torch.float64, 0.3),
+        ((4,), MULTIPLY, torch.tensor(0.3), torch.float64, NARROW),
+        ((4,), MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.float32, NARROW),
+        ((4,), UNSCALE, torch.tensor(0.3), torch.float32, NARROW),
+        ((4,), MULTIPLY, -1, torch.float32, -1.0),
+        ((4,), MULTIPLY, 0, torch.float32, 0.0),
+        ((4,), MULTIPLY, torch.tensor(1.0), torch.bfloat16, 1.0),
+        ((4,), MULTIPLY, True, torch.bfloat16, 1.0),
+        ((4,), MULTIPLY, 0.3, torch.bfloat16, NARROW),
+        ((4,), MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.bfloat16, NARROW),
+        ((4,), UNSCALE, torch.tensor(0.3), torch.bfloat16, NARROW),
+        ((4,), DIVIDE, 2**7, torch.bfloat16, 2**-7),
+        ((4,), DIVIDE, 3, torch.bfloat16, None),
+        ((4,), MULTIPLY, 0.5, torch.float16, None),
+        ((4,), MULTIPLY, 2.0, torch.float32, None),
+        ((4,), MULTIPLY, math.nan, torch.float32, None),
+        ((4,), MULTIPLY, math.inf, torch.float32, None),
+        ((4,), DIVIDE, 4, torch.float32, 0.25),
+        ((4,), DIVIDE, torch.tensor(-2.0), torch.float32, -0.5),
+        ((4,), DIVIDE, 0.5, torch.float32, None),
+        ((4,), DIVIDE, 3, torch.float32, None),
+        ((4,), DIVIDE, 0, torch.float32, None),
+        ((4,), DIVIDE, math.inf, torch.float32, None),
+        ((), MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.float32, None),  # in double, and rounded once
+        ((), MULTIPLY, 0.3, torch.float32, NARROW),
+        ((), MULTIPLY, torch.tensor(0.3), torch.bfloat16, None),  # torch multiplies in the wider dtype
+        ((), MULTIPLY, torch.tensor(0.3, dtype=torch.bfloat16), torch.bfloat16, 0.30078125),
+        ((), UNSCALE, torch.tensor(0.3), torch.bfloat16, NARROW),
     ],
 )
-def test_scale_of_a_gradient_without_dimensions(kind, value, dtype, scale):
-    check_scale(torch.tensor(1 / 3, dtype=dtype), kind, value, scale)
-
-
-def check_scale(gradient: Tensor, kind: FactorKind, value: Any, scale: float | None) -> None:
-    taken = TakenGradient(gradient)
-    taken.record(Factor(MULTIPLY, torch.tensor(1.0)))
-    taken.record(Factor(kind, value))
-    taken.record(Factor(DIVIDE, 1))
+def test_one_product_is_a_scale_where_torch_rounds_once(shape, kind, value, dtype, scale):
+    taken = TakenGradient(irregular(*shape, dtype=dtype))
+    for factor in (Factor(MULTIPLY, torch.tensor(1.0)), Factor(kind, value), Factor(DIVIDE, 1)):
+        taken.record(factor)
     assert taken.scale() == scale
     if scale not in (None, 1.0):
         taken.record(Factor(MULTIPLY, 0.5))
@@ -307,6 +284,36 @@ def test_what_arrived_unrounded_stays_so_without_speculation(in_use: bool) -> No
     taken.absorb(torch.ones(3, dtype=torch.bfloat16))
     assert not in_use or before.tolist() == torch.full((3,), 1.003).tolist()
     assert torch.equal(taken.pending, torch.full((3,), 1.003) + 1)
+
+
+# -- sums on the host, of what arrives late ----------------------------------------------------------------------------
+
+
+def test_parts_are_added_once_they_have_arrived_and_the_first_one_replaces_what_was_there() -> None:
+    device = SimulatedDevice(0, 0.0)
+    total = HostSum(torch.full((3,), torch.nan), is_empty=True)
+    for values in ([-0.0, 0.0, 0.0], [-0.0, 1e-8, 1e-8], [-0.0, 1.0, 1.0]):
+        part = device.late(torch.tensor(values, dtype=torch.bfloat16), on_host=True)
+        total.add(part, device.accelerator.current_stream().end())
+        assert not total.query()
+    added = torch.tensor(1e-8, dtype=torch.bfloat16).item() + 1
+    for _ in range(2):  # each part is added once
+        total.synchronize()
+        assert total.query()
+        assert bits(total.total) == bits(torch.tensor([-0.0, added, added]))
+
+
+def test_threads_that_wait_together_add_each_part_once() -> None:
+    total = HostSum(torch.zeros(100), is_empty=False)
+    passed = SimulatedDevice(0, 1.0).accelerator.first.end()
+    for _ in range(300):
+        total.add(torch.ones(100), passed)
+    threads = [threading.Thread(target=total.synchronize) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(total.total, torch.full((100,), 300.0))
 
 
 # -- giving back -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import signal
 import stat
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.children import exit_code_of_child, killed_at
@@ -31,20 +32,12 @@ def test_file_is_readable_by_whom_the_mask_allows(tmp_path):
     ],
 )
 def test_failure_leaves_the_older_file_and_no_rest(call, error, tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise error
-
-    def write(file):
-        file.write(b"half of the new")
-        if call == "write":
-            fail()
-
-    path = tmp_path / "file"
+    path, fail = tmp_path / "file", Mock(side_effect=error)
     path.write_bytes(b"older")
     if call != "write":
         monkeypatch.setattr(os, call, fail)
     with pytest.raises(type(error)):
-        replace_file(path, write)
+        replace_file(path, lambda file: file.write(b"half of the new") and call == "write" and fail())
     assert path.read_bytes() == b"older"
     assert os.listdir(tmp_path) == ["file"]
 

@@ -6,13 +6,25 @@ import resource
 import pytest
 from support.machines import machine
 
-from superadam.host.machine import Group, Host, groups_of
+from superadam.host.machine import Group, groups_of
 from superadam.host.memory import Claim, HostMemory, HostNeeds, lockable_bytes, require_memory
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
 VERSION_1 = {"/proc/self/cgroup": "5:cpu:/c\n4:memory:/a"}
 TOP, PARENT, GROUP = "/sys/fs/cgroup", "/sys/fs/cgroup/a", "/sys/fs/cgroup/a/b"
+TOP_1, GROUP_1, WITHOUT_LIMIT_1 = f"{TOP}/memory", f"{TOP}/memory/a", 9223372036854771712
+
+
+def group(directory: str, limit: object, used: int | None = None, stat: str | None = None) -> dict[str, str]:
+    """Return what the files of a control group say, which are called otherwise in version 1."""
+    of_limit, of_use = ("limit_in_bytes", "usage_in_bytes") if directory.startswith(TOP_1) else ("max", "current")
+    values = {of_limit: limit, of_use: used, "stat": stat}
+    return {f"{directory}/memory.{name}": str(value) for name, value in values.items() if value is not None}
+
+
+CACHES = "anon 1\ninactive_file 700\nactive_file 3000"  # of files, which can be dropped
+CACHES_1 = "inactive_file 1\ntotal_inactive_file 500\n"
 
 
 @pytest.mark.parametrize(
@@ -20,32 +32,13 @@ TOP, PARENT, GROUP = "/sys/fs/cgroup", "/sys/fs/cgroup/a", "/sys/fs/cgroup/a/b"
     [
         ({}, 4000 << 10, 3000 << 10),
         (VERSION_2, 4000 << 10, 3000 << 10),
-        (VERSION_2 | {f"{GROUP}/memory.max": "max"}, 4000 << 10, 3000 << 10),
-        (VERSION_2 | {f"{GROUP}/memory.max": "5000", f"{GROUP}/memory.current": "2000"}, 5000, 3000),
-        (VERSION_2 | {f"{PARENT}/memory.max": "5000", f"{GROUP}/memory.max": "90000"}, 5000, 5000),
-        (VERSION_2 | {f"{TOP}/memory.max": "5000", f"{TOP}/memory.current": "9000"}, 5000, 0),
-        (
-            VERSION_2
-            | {
-                f"{GROUP}/memory.max": "5000",
-                f"{GROUP}/memory.current": "5000",
-                f"{GROUP}/memory.stat": "anon 1\ninactive_file 700\nactive_file 3000",
-            },
-            5000,
-            3700,  # the file cache that can be dropped
-        ),
-        (VERSION_1 | {"/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"}, 4000 << 10, 3000 << 10),
-        (
-            VERSION_1
-            | {
-                "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-                "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
-                "/sys/fs/cgroup/memory/a/memory.usage_in_bytes": "4000",
-                "/sys/fs/cgroup/memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
-            },
-            7000,
-            3500,
-        ),
+        (VERSION_2 | group(GROUP, "max"), 4000 << 10, 3000 << 10),
+        (VERSION_2 | group(GROUP, 5000, 2000), 5000, 3000),
+        (VERSION_2 | group(PARENT, 5000) | group(GROUP, 90000), 5000, 5000),
+        (VERSION_2 | group(TOP, 5000, 9000), 5000, 0),
+        (VERSION_2 | group(GROUP, 5000, 5000, CACHES), 5000, 3700),
+        (VERSION_1 | group(GROUP_1, WITHOUT_LIMIT_1), 4000 << 10, 3000 << 10),
+        (VERSION_1 | group(TOP_1, WITHOUT_LIMIT_1) | group(GROUP_1, 7000, 4000, CACHES_1), 7000, 3500),
     ],
 )
 def test_available_memory(tmp_path, files, limit, available):
@@ -66,7 +59,7 @@ def test_a_machine_that_does_not_say(tmp_path):
         HostMemory.of(machine(tmp_path, {"/proc/meminfo": "MemTotal: 4 kB"}))
 
 
-GROUP_OF_5_GB = VERSION_2 | {f"{GROUP}/memory.max": "5000000000", f"{GROUP}/memory.current": "2000000000"}
+GROUP_OF_5_GB = VERSION_2 | group(GROUP, 5_000_000_000, 2_000_000_000)
 
 
 @pytest.mark.parametrize(
@@ -103,22 +96,16 @@ def test_only_real_limits_refuse(files, limit, available, tmp_path, caplog):
 def test_claims_of_processes_that_share_a_limit_count_together(tmp_path):
     """By directory of the control group, which may have the same path in another container."""
     boot = {"/proc/sys/kernel/random/boot_id": "one"}
-    limit = {f"{GROUP}/memory.max": "5000", f"{GROUP}/memory.current": "4500"}
-    caches = {f"{GROUP}/memory.stat": "inactive_file 700\nactive_file 800\nanon 900"}
-    host = machine(tmp_path / "a", MEMINFO | boot | VERSION_2 | limit | caches)
-    container = machine(tmp_path / "b", MEMINFO | boot | VERSION_2 | limit | caches)
+    limited = MEMINFO | boot | VERSION_2 | group(GROUP, 5000, 4500, "inactive_file 700\nactive_file 800\nanon 900")
+    host, container = machine(tmp_path / "a", limited), machine(tmp_path / "b", limited)
     elsewhere = machine(tmp_path / "c", MEMINFO | {"/proc/sys/kernel/random/boot_id": "two"})
     claim = Claim.of(host, 1500)
     assert sorted(claim.left.values()) == [2000, 3000 << 10]
     for others in ([], [Claim.of(container, 1500)], [Claim.of(host, 500)], [Claim.of(elsewhere, 4000 << 10)]):
         claim.check([claim, *others])
-    for others, words in (
-        ([Claim.of(host, 501)], "with those of other ranks 0.00 GB, of which 0.00 GB are left"),
-        ([Claim.of(container, 3000 << 10)], "with those of other ranks 0.00 GB, of which 0.00 GB are left"),
-    ):
-        with pytest.raises(MemoryError) as caught:
-            claim.check([claim, *others])
-        assert str(caught.value) == words
+    for other in (Claim.of(host, 501), Claim.of(container, 3000 << 10)):
+        with pytest.raises(MemoryError, match=r"^with those of other ranks 0\.00 GB, of which 0\.00 GB are left$"):
+            claim.check([claim, other])
     alone = Claim.of(host, 2001)
     with pytest.raises(MemoryError, match=r"^of which 0\.00 GB are left$"):
         alone.check([alone])
@@ -136,12 +123,6 @@ def test_needs_are_summed():
     assert one.total == 1 + 2 + 3 + 4 + 5 + 4 * 6
     assert one.missing == one.total - 7
     assert HostNeeds(present=1).missing == 0
-
-
-def test_this_machine():
-    memory = HostMemory.of(Host())
-    assert 0 < memory.available <= memory.total
-    assert 0 < memory.limit <= memory.total
 
 
 def test_groups_and_their_parents(tmp_path):
@@ -177,7 +158,7 @@ def test_ranks_that_do_not_fit_together_are_told(tmp_path, caplog):
 
 
 def test_a_control_group_may_hold_one_rank_or_all(tmp_path, caplog):
-    host = machine(tmp_path, MEMINFO | VERSION_2 | {f"{GROUP}/memory.max": "1000000"}, RANKS)
+    host = machine(tmp_path, MEMINFO | VERSION_2 | group(GROUP, 1_000_000), RANKS)
     require_memory(host, 125_001, "it", "do less")
     assert "8 ranks on this machine need 0.00 GB if each needs as much, but they can" in caplog.text
     with pytest.raises(MemoryError):

@@ -47,40 +47,30 @@ def listed(cpus: frozenset[int]) -> str:
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, LocalRank()),
-        ({"RANK": "3", "WORLD_SIZE": "8"}, LocalRank()),
-        ({"LOCAL_RANK": "3"}, LocalRank()),
-        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, LocalRank(3, 8, "LOCAL_RANK")),
-        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_LOCALID": "0"}, LocalRank(3, 8, "LOCAL_RANK")),
-        ({"LOCAL_RANK": "1", "LOCAL_SIZE": "4", "WORLD_SIZE": "16"}, LocalRank(1, 4, "LOCAL_RANK")),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "4"}, LocalRank(1, 4, "LOCAL_RANK")),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "4"}, LocalRank(1, 4, "LOCAL_RANK")),
-        (
-            {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            LocalRank(1, 2, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ),
-        ({"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}, LocalRank(1, 2, "SLURM_LOCALID")),
-        (
-            {"SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),5", "SLURM_NODEID": "3"},
-            LocalRank(2, 5, "SLURM_LOCALID"),
-        ),
-        ({"SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}, LocalRank()),  # the batch script
+        ({}, ()),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, ()),
+        ({"LOCAL_RANK": "3"}, ()),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, (3, 8, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_LOCALID": "0"}, (3, 8, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "1", "LOCAL_SIZE": "4", "WORLD_SIZE": "16"}, (1, 4, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "4"}, (1, 4, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "4"}, (1, 4, "LOCAL_RANK")),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 2, "OMPI_COMM_WORLD_LOCAL_RANK")),
+        ({"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}, (1, 2, "SLURM_LOCALID")),
+        ({"SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),5", "SLURM_NODEID": "3"}, (2, 5, "SLURM_LOCALID")),
+        ({"SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}, ()),  # the batch script
     ],
 )
 def test_what_launchers_tell(environment, expected, tmp_path):
-    assert local_rank(machine(tmp_path, environment=environment)) == expected
-
-
-SLURM = {"SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+    assert local_rank(machine(tmp_path, environment=environment)) == LocalRank(*expected)
 
 
 def test_nonsense_is_refused(tmp_path):
     numbers = [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8"), ("0", "1" * 7)]
     told = "^LOCAL_RANK is '.*' and LOCAL_WORLD_SIZE is '.*', expected the number"
     cases = [({"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count}, told) for number, count in numbers]
-    tasks_of_another_node = "SLURM_LOCALID is '0' and SLURM_STEP_TASKS_PER_NODE is "
-    for tasks in ("", "x", "2(x", "3(x1)"):
-        cases.append((SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks}, tasks_of_another_node))
+    slurm, told = {"SLURM_LOCALID": "0", "SLURM_NODEID": "1"}, "SLURM_LOCALID is '0' and SLURM_STEP_TASKS_PER_NODE is "
+    cases += [(slurm | {"SLURM_STEP_TASKS_PER_NODE": tasks}, told) for tasks in ("", "x", "2(x", "3(x1)")]
     for environment, words in cases:
         with pytest.raises(ValueError, match=words) as error:
             cores.share(machine(tmp_path, environment=environment))
@@ -192,18 +182,11 @@ for _ in sys.stdin:
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_two_processes():
-    environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
-    ranks = [
-        subprocess.Popen(
-            without_torch(PROGRAM),
-            env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def test_two_processes(monkeypatch):
+    monkeypatch.delenv("SUPERADAM_THREADS", raising=False)
+    environments = [os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(without_torch(PROGRAM), env=one, **pipes) for one in environments]
 
     def told():
         for one in ranks:

@@ -401,7 +401,7 @@ def test_signal_handler_that_saves_during_a_save_is_refused(tmp_path, monkeypatc
     path = save(tmp_path, *pair, wait=False)
     signal.signal(signal.SIGALRM, before)
     wait()
-    assert ["another process has been saving there" in one for one in words] == [True]
+    assert ["another process has been saving there for 0.1 seconds" in one for one in words] == [True]
     assert path.exists()
 
 

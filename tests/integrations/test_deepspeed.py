@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,20 +174,18 @@ def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes
     Model().load_state_dict(found)
 
 
-def masters_of_replicas(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_names_are_those_of_the_model_that_is_wrapped(rank, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer = training()
     wrapped = torch.compile(DistributedDataParallel(torch.compile(model)))
     deepspeed.load(DATA / "zero3-2", wrapped, optimizer)
-    deepspeed.save_fp32(folder, wrapped, optimizer)
-
-
-def test_names_are_those_of_the_model_that_is_wrapped(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    run(masters_of_replicas, 2, folder=str(tmp_path / "model"))
+    deepspeed.save_fp32(tmp_path / "model", wrapped, optimizer)
     Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
 
 
-def masters_without_memory(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(rank, tmp_path):
     model, optimizer = continued("zero3-2", is_sharded=True)
     gather, left = fp32_weights._whole, [3]
 
@@ -200,11 +199,8 @@ def masters_without_memory(rank: int, folder: str) -> None:
     refusal = pytest.raises(CheckpointError, match=r"MemoryError: planted \(on rank 0\); nothing was written")
     with pytest.MonkeyPatch.context() as patch, refusal:
         patch.setattr(fp32_weights, "_whole", gather_some)
-        deepspeed.save_fp32(folder, model, optimizer)
-
-
-def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(tmp_path):
-    run(masters_without_memory, 2, folder=str(tmp_path / "model"))
+        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    dist.barrier()
     assert os.listdir(tmp_path) == []
 
 
@@ -272,17 +268,16 @@ def changed_model(change: Any) -> Any:
     return write
 
 
+def changed_shapes(change: Any) -> Any:
+    return changed_model(lambda content: change(*content["param_shapes"]))
+
+
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no optimizer": ("zero2-2", "*optim*", Path.unlink, r"no files \*optim_states.pt, expected a checkpoint of ZeRO"),
     "no model": ("zero2-2", "*model_states*", Path.unlink, r"no files \*model_states.pt"),
     "a rank is missing": ("zero3-2", "*rank_1_mp_rank_00_optim*", Path.unlink, "optim_states of 1 ranks, expected 2"),
     "latest lies": ("zero2-2", "latest", lambda path: path.write_text("gone"), "No such file"),
-    "cut off": (
-        "zero2-1",
-        "*optim*",
-        lambda path: path.write_bytes(path.read_bytes()[:900]),
-        "optim_states.pt is damaged",
-    ),
+    "cut off": ("zero2-1", "*optim*", lambda path: os.truncate(path, 900), "optim_states.pt is damaged"),
     "cut later": ("zero2-1", "*optim*", lambda path: os.truncate(path, 5000), "optim_states.pt is damaged"),
     "a pipe": ("zero2-1", "*model*", lambda path: path.unlink() or os.mkfifo(path), "model_states.pt is damaged"),
     "tensor parallel": (
@@ -297,37 +292,26 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         changed_model(lambda content: content.pop("param_shapes")),
         r"another layout than DeepSpeed 0.19.8 writes \(KeyError\('param_shapes'\)\), convert it",
     ),
-    "another name": (
-        "zero2-1",
-        "*model*",
-        changed_model(lambda content: content["param_shapes"][0].update(other=torch.Size([1]))),
-        "it has other, which the model lacks",
-    ),
-    "another shape": (
-        "zero2-1",
-        "*model*",
-        changed_model(lambda content: content["param_shapes"][0].update({"up.weight": torch.Size([5, 9])})),
-        r"up.weight is of shape \(5, 9\) in it, expected \(9, 5\) as in the model",
-    ),
-    "untrained": (
-        "zero2-1",
-        "*model*",
-        changed_model(lambda content: content["param_shapes"][1].pop("up.bias")),
-        "no state of up.bias, which the optimizer trains",
-    ),
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
-    "a moment is text": (
-        "zero3-2",
-        "exp_avg.pt",
-        lambda path: torch.save({"param": "none"}, path),
-        "exp_avg.pt holds str, expected a tensor; it is damaged",
-    ),
-    "a moment is short": (
-        "zero3-2",
-        "exp_avg.pt",
-        lambda path: torch.save(torch.zeros(1), path),
-        "embed.weight has 1 elements in it, expected 35; it is damaged",
-    ),
+    **{
+        name: ("zero2-1", "*model*", changed_shapes(change), sentence)
+        for name, change, sentence in (
+            ("another name", lambda first, _: first.update(other=torch.Size([1])), "has other, which the model lacks"),
+            (
+                "another shape",
+                lambda first, _: first.update({"up.weight": torch.Size([5, 9])}),
+                r"up.weight is of shape \(5, 9\) in it, expected \(9, 5\) as in the model",
+            ),
+            ("untrained", lambda _, second: second.pop("up.bias"), "no state of up.bias, which the optimizer trains"),
+        )
+    },
+    **{
+        name: ("zero3-2", "exp_avg.pt", partial(torch.save, content), f"{sentence}; it is damaged")
+        for name, content, sentence in (
+            ("a moment is text", {"param": "none"}, "exp_avg.pt holds str, expected a tensor"),
+            ("a moment is short", torch.zeros(1), "embed.weight has 1 elements in it, expected 35"),
+        )
+    },
 }
 
 

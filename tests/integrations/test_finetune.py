@@ -19,7 +19,7 @@ import pytest
 import support.frameworks  # noqa: F401 - nothing is looked up in a network
 import torch
 from support.presets import PRESETS
-from support.ranks import ENDED, run
+from support.ranks import ENDED, preload, run
 from support.visible import bits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
@@ -33,6 +33,8 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
+
+preload("transformers.models.qwen3.modeling_qwen3")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.py"
 TEMPLATE = (

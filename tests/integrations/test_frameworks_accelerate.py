@@ -47,25 +47,27 @@ def accelerated(dtype, clip="none", size=math.inf, *, moments="fp32", epochs=2, 
     return train
 
 
-@pytest.mark.covering(1)
-@dtypes
-@pytest.mark.parametrize("size", [math.inf, 1.2, 0.1])
-def test_clipping_by_norm(dtype, size):
-    seen = compare(accelerated(dtype, "norm", size), dtype, accepts=size > 0.1)
-    norms = [float(value) for name, value in seen.items() if name.endswith("norm")]
-    assert len(norms) == 14
-    clipped = sum(norm > size for norm in norms)
-    assert clipped == {math.inf: 0, 0.1: 14}.get(size, clipped)
-    assert size != 1.2 or 0 < clipped < 14
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "no limit": {},
+    "a limit that clips some steps": {"clip": "norm", "size": 1.2},
+    "a limit that clips every step": {"clip": "norm", "size": 0.1},
+    "clipped values": {"clip": "value", "size": 0.01},
+    "two micro-batches, of which the last step of an epoch has fewer": {"gradient_accumulation_steps": 2},
+    "three micro-batches, clipped": {"gradient_accumulation_steps": 3, "clip": "norm", "size": 0.69},
+}
 
 
 @pytest.mark.covering(1)
 @dtypes
-@pytest.mark.parametrize(("clip", "steps", "size"), [("none", 2, 1.0), ("norm", 3, 0.69), ("value", 1, 0.01)])
-def test_accumulation(dtype, clip, steps, size):
-    """The last step of an epoch has fewer micro-batches, and of the others some are clipped."""
-    accumulated = accelerated(dtype, clip, size, gradient_accumulation_steps=steps)
-    compare(accumulated, dtype, accepts=None if clip == "value" else True)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_training(dtype, name):
+    accepts = {"a limit that clips every step": False, "clipped values": None}.get(name, True)
+    seen = compare(accelerated(dtype, **CONFIGURATIONS[name]), dtype, accepts=accepts)
+    if name.startswith("a limit"):
+        norms = [float(value) for key, value in seen.items() if key.endswith("norm")]
+        clipped = sum(norm > CONFIGURATIONS[name]["size"] for norm in norms)
+        assert len(norms) == 14
+        assert 0 < clipped < 14 if "some" in name else clipped == 14
 
 
 def test_mixed_precision():

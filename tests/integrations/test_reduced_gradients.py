@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import SpeculativeCPUAdamW
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import take_reduced_gradients
 
@@ -137,20 +137,6 @@ def test_gradients_that_were_there_before_stay_ordinary():
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(local(parameter.grad), 2 * gradient)
     optimizer.step()
-
-
-def test_a_scheduler_that_was_there_before():
-    model = sharded()
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=1) as scheduler:
-        take_reduced_gradients(optimizer, model)
-        for _ in range(3):
-            backward(model)
-            assert scheduler.statistics.buckets > 0
-            taken = [taken_of(parameter.grad) for parameter in model.parameters()]
-            assert all(one is not None and one.pending.dtype == torch.float32 and one.in_use for one in taken)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def test_nothing_that_fails_is_attached(monkeypatch):

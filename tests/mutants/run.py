@@ -149,6 +149,7 @@ class Copy:
         sys.path.insert(0, str(self.site))
         os.environ["PYTHONPATH"] = str(self.site)
         os.chdir(root)
+        import support  # noqa: F401  before Triton is imported, which then interprets its kernels
         import torch._dynamo  # noqa: F401  once for all tests: the first step of an optimizer of torch would import it
 
     def write(self, file: str, text: bytes) -> None:

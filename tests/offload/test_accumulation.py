@@ -17,7 +17,7 @@ from support.overlap import (
     eager,
     loss_of,
     mlp,
-    train,
+    overlapped,
 )
 from support.programs import both
 from support.reference import Synchronous, flat, same_bits
@@ -64,9 +64,8 @@ def test_blocks_nest_and_end_with_an_error() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, "float32"])
 def test_other_dtypes_are_refused(dtype: Any) -> None:
-    model = mlp()
     told = r"accumulate\(\) got dtype .*, expected None \(that of .grad\) or torch.float32"
-    with eager(adam(model), model) as scheduler:
+    with overlapped() as (_, _, scheduler):
         with pytest.raises(ValueError, match=told), scheduler.accumulate(dtype):
             pass
         assert scheduler._bucketer.accumulation.sum_dtype is None
@@ -98,10 +97,8 @@ def test_sums_in_grad_and_on_the_host_flow_together(dtypes: list[torch.dtype | N
 @pytest.mark.parametrize("bucket_numel", [1, 10**6])
 def test_number_of_micro_batches_is_learned_and_forgotten(bucket_numel: int) -> None:
     """One step wastes speculation, the next ones do not; also where buckets are still being filled."""
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=math.inf)
-    with eager(optimizer, model, bucket_numel=bucket_numel) as scheduler:
-        train(model, optimizer, range(2))
+    how = {"steps": 2, "max_grad_norm": math.inf, "bucket_numel": bucket_numel}
+    with overlapped(torch.bfloat16, **how) as (model, optimizer, scheduler):
         statistics = scheduler.statistics
         for number, count in enumerate([3, 3, 3, 1, 1, 1]):
             before = optimizer.statistics.accepted, statistics.given_back_gradients
@@ -121,10 +118,7 @@ def test_number_of_micro_batches_is_learned_and_forgotten(bucket_numel: int) -> 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 def test_announced_micro_batches_waste_nothing(dtype: torch.dtype | None) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=math.inf)
-    with eager(optimizer, model) as scheduler:
-        train(model, optimizer, range(2))
+    with overlapped(torch.bfloat16, steps=2, max_grad_norm=math.inf) as (model, optimizer, scheduler):
         before = scheduler.statistics.buckets
         for _ in range(3):
             for micro in range(3):

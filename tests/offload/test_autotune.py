@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.overlap import adam, loss_of, mlp, train
+from support.overlap import loss_of, overlapped
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -274,12 +274,10 @@ def test_work_says_what_was_only_summed(monkeypatch: pytest.MonkeyPatch) -> None
     """What comes after a NaN is not speculated on."""
     waits: list[bool] = []
     monkeypatch.setattr(Autotuner, "add_work", lambda self, work: waits.append(work.waits))
-    model = nn.Sequential(*[nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3)])
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    seen = []
-    with OffloadScheduler(optimizer, model, device=SimulatedDevice(0), bucket_numel=64, gpu_buckets=0) as scheduler:
+    seen, options = [], {"device": SimulatedDevice(0), "bucket_numel": 64, "gpu_buckets": 0}
+    with overlapped(torch.bfloat16, max_grad_norm=None, **options) as (model, optimizer, scheduler):
         for factor in (1.0, 1.0, math.nan):
-            (model(torch.ones(2, 8, dtype=torch.bfloat16)).sum() * factor).backward()
+            (loss_of(model, 0) * factor).backward()
             scheduler._catch_up()
             optimizer.step()
             optimizer.zero_grad()
@@ -315,11 +313,8 @@ def test_last_pieces_are_the_shortest_end_that_fills_the_buckets(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_under_way_where_the_placement_is_changed(seed: int) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model)
-    device = SimulatedDevice(seed)
-    with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, gpu_buckets=2, num_threads=1) as scheduler:
-        train(model, optimizer, range(2))
+    options = {"device": SimulatedDevice(seed), "bucket_numel": 64, "gpu_buckets": 2, "num_threads": 1}
+    with overlapped(torch.bfloat16, steps=2, **options) as (model, _, scheduler):
         loss_of(model, 2).backward()
         scheduler.place(gpu_buckets=1)
         assert scheduler._pipeline._worker.is_idle

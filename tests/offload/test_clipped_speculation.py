@@ -230,10 +230,11 @@ def test_clipped_training(recipe: str) -> None:
 
 
 # ---- between speculation and verdict ---------------------------------------------------------------------------------
-# That all that programs may do there changes no bit is in test_programs.py; here is how much of speculation is left.
+# That all that programs may do there changes no bit is in test_programs.py, and what becomes of speculation in
+# tests/optim/test_adam.py; here is how much of it is patched.
 
-PATCHED, ONE_REDONE, REDONE = 5, 4, 0
-"""Parameters that are patched in a step: all, all but the one that something was done to, none."""
+PATCHED, ONE_REDONE = 5, 4
+"""Parameters that are patched in a step: all, all but the one that something was done to."""
 SPECULATED = 6
 """A step in which values are patched, unless something is done between its backward and its `step()`."""
 
@@ -245,21 +246,11 @@ def skip_a_step(training: Training) -> None:
     training.backward(70)
 
 
-def change_rates(training: Training) -> None:
-    for group in training.optimizer.param_groups:
-        group["lr"] *= 0.5
-
-
 ACTIONS: dict[str, tuple[int, Callable[[Training], object]]] = {
-    "nothing": (PATCHED, lambda training: None),
     "a factor near": (PATCHED, lambda training: setattr(training.optimizer, "max_grad_norm", 0.98 * LIMIT)),
-    "a factor far away": (REDONE, lambda training: setattr(training.optimizer, "max_grad_norm", 0.5 * LIMIT)),
     "one gradient edited": (ONE_REDONE, lambda training: training.model.dense.grad[0, 3:4].add_(0.001)),
     "one gradient dropped": (ONE_REDONE, lambda training: setattr(training.model.scalar, "grad", None)),
-    "rollback": (REDONE, lambda training: training.optimizer.rollback()),
     "a step that is skipped": (PATCHED, skip_a_step),
-    "master edited": (REDONE, lambda training: training.optimizer.state[training.model.dense]["master"].mul_(1.001)),
-    "rates changed": (REDONE, change_rates),
     "a parameter written": (ONE_REDONE, lambda training: training.model.dense.detach().mul_(1.5)),
 }
 """What may be done between speculation and verdict, with the number of parameters that are patched then."""
@@ -381,9 +372,6 @@ def test_what_lists_and_patches_have_no_room_for_is_updated_again(owner, limit, 
         assert ours.seen() == expected_of("always")
     assert ours.optimizer.statistics.patched > 0  # those without uncertain elements, or in smaller buffers
     assert ours.optimizer.statistics.respeculated > 0
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["immediate", "usual"])

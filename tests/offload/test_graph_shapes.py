@@ -97,54 +97,13 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embedding(x.argmax(-1))))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.attention(x[None], x[None], x[None])[0]
-        return y
+def bare() -> nn.ParameterList:
+    """Return parameters that no module's forward owns."""
+    return nn.ParameterList([torch.randn(8, 8) for _ in range(3)])
 
 
-class Bare(nn.Module):
-    """Parameters in a list, which no module's forward owns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(1)
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(3)])
-
-
-class Reuse(nn.Module):
-    """A block that reads its layer's weight without calling the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = mlp()[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.layer.weight.detach().norm()
-
-
-class Detached(nn.Module):
-    """A layer scaled by what is computed from another layer's weight, outside the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers[4](F.linear(self.layers[0](x), self.layers[4].weight.detach()))
-        return y
-
-
-class Adversaries(nn.Module):
-    """A generator and a discriminator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = mlp(), mlp()
+def adversaries() -> nn.ModuleDict:
+    return nn.ModuleDict({"generator": mlp(), "discriminator": mlp()})
 
 
 class Multiply(torch.autograd.Function):
@@ -213,13 +172,16 @@ def embedding_layer_norm_dropout(run: Graph) -> None:
     loss(run.model(run.inputs().argmax(-1))).backward()
 
 
-shape(Attention, "attention_whose_projection_is_never_called")(plain)
+shape(
+    lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "attention_whose_projection_is_never_called",
+)(plain)
 
 
-@shape(Bare)
+@shape(bare)
 def parameters_outside_any_forward(run: Graph) -> None:
     x = run.inputs()
-    for weight in run.model.weights:
+    for weight in run.model:
         x = F.linear(x, weight).tanh()
     loss(x).backward()
 
@@ -265,18 +227,23 @@ def no_grad_reuse_inside_a_checkpoint(run: Graph) -> None:
     loss(run.model[4:](x)).backward()
 
 
-@shape(lambda: nn.Sequential(nn.Linear(8, 8), Reuse()))
+@shape(mlp)
 def bare_reuse_inside_a_checkpointed_block(run: Graph) -> None:
-    first, reuse = run.model
-    loss(reuse.layer(checkpoint(reuse, first(run.inputs()), use_reentrant=False))).backward()
+    """The block reads its layer's weight without calling the layer."""
+    first, layer = run.model[0], run.model[2]
+
+    def block(x: Tensor) -> Tensor:
+        return x * layer.weight.detach().norm()
+
+    loss(layer(checkpoint(block, first(run.inputs()), use_reentrant=False))).backward()
 
 
-@shape(Bare)
+@shape(bare)
 def bare_value_read_again_by_a_checkpoint(run: Graph) -> None:
-    weight = run.model.weights[0]
+    weight, other, _ = run.model
 
     def scaled(x: Tensor) -> Tensor:
-        return x * weight.detach().norm() * run.model.weights[1].sum()
+        return x * weight.detach().norm() * other.sum()
 
     loss(F.linear(checkpoint(scaled, run.inputs(), use_reentrant=False), weight)).backward()
 
@@ -284,7 +251,10 @@ def bare_value_read_again_by_a_checkpoint(run: Graph) -> None:
 # ---- values read past autograd --------------------------------------------------------------------------------------
 
 
-shape(Detached, "detached_weight_in_the_graph")(plain)
+@shape(mlp)
+def detached_weight_in_the_graph(run: Graph) -> None:
+    first, last = run.model[0], run.model[4]
+    loss(last(F.linear(first(run.inputs()), last.weight.detach()))).backward()
 
 
 @shape(mlp)
@@ -467,7 +437,7 @@ def inputs_of_one_layer(run: Graph) -> None:
     loss(run.model(run.inputs())).backward(inputs=list(layer.parameters()))
 
 
-@shape(Adversaries)
+@shape(adversaries)
 def adversaries_one_after_the_other(run: Graph) -> None:
     """The discriminator's gradients of the generator's turn are thrown away, as in the usual example."""
     fake = run.model.generator(run.inputs())
@@ -480,7 +450,7 @@ def adversaries_one_after_the_other(run: Graph) -> None:
     loss(run.model.discriminator(run.inputs(2))).backward()
 
 
-@shape(Adversaries)
+@shape(adversaries)
 def adversaries_with_a_frozen_discriminator(run: Graph) -> None:
     fake = run.model.generator(run.inputs())
     loss(-run.model.discriminator(fake.detach())).backward()

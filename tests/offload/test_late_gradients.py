@@ -21,25 +21,19 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 
 STEPS = 4
-
-
 Body = Callable[[Model], Any]
-
-
-def edited(model: Model) -> None:
-    for parameter in (model.turned, model.layers[0].bias):
-        parameter.grad.clamp_(-0.1, 0.1)
-
-
-def clipped(model: Model) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
 
 
 def read(model: Model) -> None:
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None)
 
 
-BODIES: dict[str, Body | None] = {"plain": None, "edited": edited, "clipped": clipped, "read": read}
+BODIES: dict[str, Body] = {
+    "plain": lambda model: None,
+    "edited": lambda model: [one.grad.clamp_(-0.1, 0.1) for one in (model.turned, model.layers[0].bias)],
+    "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.2),
+    "read": read,
+}
 MICRO_BATCHES = {"one": (1, None), "two": (2, None), "two, summed on the host": (2, torch.float32)}
 NUMELS = [1, 100, 5000, 10**6]
 WHERE = ["device", "kept", "host", "both", "plain", "plain, at once"]
@@ -71,9 +65,7 @@ def train(
                     (0.3 * (model(tokens) - 1).float().square().mean()).backward()
                     if where != "in time" and (not is_last or (body != "plain" and not is_host)):
                         arrivals.settle()
-            change = BODIES[body]
-            if change is not None:
-                change(model)
+            BODIES[body](model)
             optimizer.step()
             optimizer.zero_grad()
             if where != "in time":

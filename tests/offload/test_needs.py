@@ -231,8 +231,5 @@ def test_the_bytes_of_a_remedy_are_those_of_a_run_with_its_arguments(words, stor
     (_, plain), (_, smaller) = linear(torch.bfloat16), linear(torch.bfloat16, **storage)
     changes = needs_of_run(plain, PlainDevice(), LARGE).changes()
     assert changes[words] == needs_of_run(smaller, PlainDevice(), LARGE).total
-
-
-def test_the_smallest_state_has_no_smaller_one():
-    _, optimizer = linear(torch.bfloat16, moments="8bit", master="24bit")
-    assert not needs_of_run(optimizer, PlainDevice(), LARGE).changes()
+    _, least = linear(torch.bfloat16, moments="8bit", master="24bit")
+    assert not needs_of_run(least, PlainDevice(), LARGE).changes()

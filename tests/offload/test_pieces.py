@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.overlap import ThreadDevice, adam, fail_at
-from support.programs import EIGHT_BITS, HALF_MOMENTS, SHORT_MASTERS, Program, Run, Setting, differences
+from support.programs import HALF_MOMENTS, OTHERS, Program, Run, Setting, differences
 from support.visible import state_bits
 from torch import Tensor, nn
 
@@ -60,9 +60,6 @@ def pieces_of_each(scheduler: OffloadScheduler, model: nn.Module) -> dict[str, i
     return {name: count for name, count in counts.items() if count > 1}
 
 
-# ---- where parameters are cut ----------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 20 * CHUNK), st.one_of(st.none(), st.integers(1, 12 * CHUNK)))
 def test_pieces_are_whole_chunks_no_longer_than_a_bucket(numel: int, most: int | None) -> None:
     length = piece_length(torch.empty(numel, device="meta"), most)
@@ -84,25 +81,6 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
         model = Text(dtype)
         with OffloadScheduler(adam(model), model, bucket_numel=1, device=device) as scheduler:
             assert pieces_of_each(scheduler, model) == cut
-
-
-# ---- the bits --------------------------------------------------------------------------------------------------------
-
-
-KINDS: list[dict[str, Any]] = [
-    {"dtype": torch.bfloat16},
-    {"dtype": torch.float32, "clips": True},
-    {"dtype": torch.float64},
-    {"dtype": torch.bfloat16, "storage": (EIGHT_BITS,), "clips": True},
-    {"dtype": torch.bfloat16, "storage": (HALF_MOMENTS, SHORT_MASTERS)},
-]
-PLACES: list[dict[str, Any]] = [
-    {"device": lambda: SimulatedDevice(0), "bucket_numel": 1, "gpu_buckets": 0},
-    {"device": lambda: SimulatedDevice(1), "bucket_numel": 1, "gpu_buckets": 2},
-    {"device": lambda: SimulatedDevice(2), "bucket_numel": 2 * CHUNK, "gpu_buckets": 1},
-    {"device": lambda: SimulatedDevice(3), "bucket_numel": CHUNK, "gpu_buckets": 10**6},
-    {"device": ThreadDevice, "bucket_numel": 1},
-]
 
 
 def train(run: Run) -> None:
@@ -135,15 +113,15 @@ def train(run: Run) -> None:
             assert counts.respeculated == 0
 
 
-@pytest.mark.parametrize("number", range(len(KINDS)))
-def test_cut_parameters_train_to_the_same_bits(number: int) -> None:
-    """Each kind in some places, all if `DEEP`; programs are drawn in all in test_programs_random.py."""
-    places = PLACES if DEEP else (PLACES * 2)[number : number + 5 : 2]
-    settings = [Setting(f"{place}", **place, **KINDS[number]) for place in places]
-    assert differences(Program("text", train, torch=False, limit=60.0), settings) == []
+RESIDENT = [
+    Setting("fp32-kept", torch.float32, lambda: SimulatedDevice(1), gpu_buckets=2, clips=True),
+    Setting("all-kept", torch.bfloat16, lambda: SimulatedDevice(3), CHUNK, gpu_buckets=10**6, storage=(HALF_MOMENTS,)),
+]
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("setting", [*OTHERS, *RESIDENT], ids=str)
+def test_cut_parameters_train_to_the_same_bits(setting: Setting) -> None:
+    assert differences(Program("text", train, torch=False, limit=60.0), [setting]) == []
 
 
 def trained(device: Device, link: Any) -> Any:

@@ -12,14 +12,13 @@ import io
 import math
 import pickle
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch
+from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch, slow_down
 from support.programs import (
     OTHERS,
     PATCHED,
@@ -116,19 +115,30 @@ def program(
     return add
 
 
-def between(name: str = "", **facts: Any) -> Callable[[Iteration], Iteration]:
+def before_the_step(name: str = "", **facts: Any) -> Callable[[Iteration], Iteration]:
+    """Add an iteration that zeroes gradients, makes its own in any way, and steps."""
+
+    def add(body: Iteration) -> Iteration:
+        def iteration(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+            optimizer.zero_grad()
+            value = body(model, optimizer, step, run)
+            optimizer.step()
+            return value
+
+        program(name or body.__name__, **facts)(iteration)
+        return body
+
+    return add
+
+
+def between(**facts: Any) -> Callable[[Iteration], Iteration]:
     """Add the plainest iteration with something done between backward and step."""
 
     def add(action: Iteration) -> Iteration:
-        def iteration(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-            optimizer.zero_grad()
-            loss = backward(model, step)
-            value = action(model, optimizer, step, run)
-            optimizer.step()
-            return loss, value
-
-        ACTIONS[name or action.__name__] = action
-        program(name or action.__name__, **{"settings": PATCHED, **facts})(iteration)
+        ACTIONS[action.__name__] = action
+        before_the_step(action.__name__, **{"settings": PATCHED, **facts})(
+            lambda model, optimizer, step, run: (backward(model, step), action(model, optimizer, step, run))
+        )
         return action
 
     return add
@@ -152,6 +162,16 @@ def plainest(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.zero_grad()
     backward(model, step)
     optimizer.step()
+
+
+def hooked(hook: Callable[[Any, Run], None], of: Callable[[Any], Any] = nn.Module.parameters) -> Callable[..., None]:
+    """Return what registers a hook on parameters of a model; called before the scheduler is made, it runs earlier."""
+
+    def prepare(model: Any, run: Run) -> None:
+        for parameter in of(model):
+            parameter.register_post_accumulate_grad_hook(lambda parameter: hook(parameter, run))
+
+    return prepare
 
 
 def show(run: Run, model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> None:
@@ -183,6 +203,15 @@ def backward(model: nn.Module, step: int, micro: int = 0) -> Tensor:
     loss = loss_of(model, step, micro)
     loss.backward()
     return loss.detach()
+
+
+def micro_batches(model: nn.Module, step: int, run: Run, announced: Iterable[bool]) -> list[Tensor]:
+    """Make a backward for each; of those that are announced, `accumulate()` says that more follow. Return losses."""
+    losses = []
+    for micro, is_announced in enumerate(announced):
+        with run.accumulate() if is_announced else contextlib.nullcontext():
+            losses.append(backward(model, step, micro))
+    return losses
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -348,14 +377,12 @@ def step_that_raises_where_gradients_are_not_finite(model: Any, optimizer: Any, 
     return "stepped"
 
 
-@program(torch=False)
+@before_the_step(torch=False)
 def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Alone, and after one that is."""
-    optimizer.zero_grad()
     for micro in range(1 + step // 2):
         with run.accumulate() if micro < step // 2 else contextlib.nullcontext():
             (loss_of(model, step, micro) * [math.nan, 1.0, [1.0, math.inf][micro], 1.0][step]).backward()
-    optimizer.step()
 
 
 # ---- gradients are read ---------------------------------------------------------------------------------------------
@@ -463,17 +490,9 @@ def clipped_by_the_optimizer_for_one_step(model: Any, optimizer: Any, step: int,
     return norm, optimizer.clip_grad_norm_(1e-3), optimizer.clip_grad_norm_([math.inf, 1.0, 1e6][step % 3])
 
 
-def scaler_of(run: Run) -> torch.amp.GradScaler:
-    """Return a scaler that grows often."""
-    if "scaler" not in run.kept:
-        run.kept["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    scaler: torch.amp.GradScaler = run.kept["scaler"]
-    return scaler
-
-
 def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bool, clips: bool, micro: int = 1) -> Any:
     """Make a step with loss scaling that overflows in the third and is too large in the fourth."""
-    scaler = scaler_of(run)
+    scaler = run.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
     optimizer.zero_grad()
     for number in range(micro):
         loss = loss_of(model, step, number) * (math.inf if step == 2 else 1.0)
@@ -727,15 +746,13 @@ def state_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
         optimizer.state.clear()
 
 
-@program(torch=False, speculates=False)
+@before_the_step(torch=False, speculates=False)
 def state_cleared_in_a_hook_where_a_master_was_deleted(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
     if step == 2:
         optimizer.state[model.first.weight].pop("master", None)
         optimizer.state_dict()
         model.last.weight.register_post_accumulate_grad_hook(lambda _: optimizer.state.clear())
     backward(model, step)
-    optimizer.step()
 
 
 # ---- hyper-parameters are changed -----------------------------------------------------------------------------------
@@ -772,16 +789,14 @@ def order_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
         optimizer.param_groups[0]["params"].reverse()
 
 
-@program(torch=False, speculates=False)
+@before_the_step(torch=False, speculates=False)
 def amsgrad_switched_on_for_backward_only(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Nothing is made for it."""
-    optimizer.zero_grad()
     optimizer.param_groups[0]["amsgrad"] = True
     backward(model, step)
     if run.scheduler is not None:
         run.scheduler.synchronize()
     optimizer.param_groups[0]["amsgrad"] = False
-    optimizer.step()
 
 
 @between()
@@ -910,72 +925,50 @@ def stepped_in_another_thread(model: Any, optimizer: Any, step: int, run: Run) -
         optimizer.step()
 
 
-def _micro_batches(name: str, count: Callable[[int], int], *, is_hinted: bool) -> None:
-    def body(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-        optimizer.zero_grad()
-        losses = []
-        for micro in range(count(step)):
-            is_last = micro == count(step) - 1
-            with run.accumulate() if is_hinted and not is_last else contextlib.nullcontext():
-                losses.append(backward(model, step, micro))
-        optimizer.step()
-        return losses
-
-    program(name)(body)
+for _name, _counts, _is_announced in (
+    ("micro_batches", [3] * STEPS, False),
+    ("micro_batches_of_changing_number", [2, 1, 3, 2], False),
+    ("micro_batches_of_changing_number_with_accumulate", [2, 1, 3, 2], True),
+):
+    before_the_step(_name)(
+        lambda model, optimizer, step, run, counts=_counts, more=_is_announced: micro_batches(
+            model, step, run, [more] * (counts[step] - 1) + [False]
+        )
+    )
 
 
-_micro_batches("micro_batches", lambda step: 3, is_hinted=False)
-_micro_batches("micro_batches_of_changing_number", lambda step: [2, 1, 3, 2][step], is_hinted=False)
-_micro_batches("micro_batches_of_changing_number_with_accumulate", lambda step: [2, 1, 3, 2][step], is_hinted=True)
-
-
-@program()
+@before_the_step()
 def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """In some steps all within `accumulate()`: a wrong hint costs time, and nothing else."""
-    optimizer.zero_grad()
     with run.accumulate() if step % 2 else contextlib.nullcontext():
         for micro, uses in enumerate([(0, 1), (0,), (1,)]):
             model.uses = uses if step > 1 else (0, 1)
             backward(model, step, micro)
-    optimizer.step()
 
 
-@program(ignores=("outcome",), speculates=False)
+@before_the_step(ignores=("outcome",), speculates=False)
 def micro_batches_clipped_by_torch(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     """The last one leaves out a layer."""
-    optimizer.zero_grad()
     for micro, model.uses in enumerate([(0, 1), (0, 1), (1,)]):
         with run.accumulate() if micro < 2 else contextlib.nullcontext():
             backward(model, step, micro)
-    norm = clip_grad_norm_(model.parameters(), 2.0, foreach=[None, False][step % 2])
-    optimizer.step()
-    return norm
+    return clip_grad_norm_(model.parameters(), 2.0, foreach=[None, False][step % 2])
 
 
-@program(speculates=False)
+@before_the_step(speculates=False)
 def micro_batches_of_which_the_last_but_one_is_not_announced(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    for micro in range(3):
-        with contextlib.nullcontext() if micro == 1 else run.accumulate():
-            backward(model, step, micro)
-    optimizer.step()
+    micro_batches(model, step, run, announced=(True, False, True))
 
 
-@program()
-def micro_batches_of_which_the_last_reaches_the_first_layer_alone(
-    model: Any, optimizer: Any, step: int, run: Run
-) -> None:
-    optimizer.zero_grad()
-    with run.accumulate():
-        backward(model, step)
+@before_the_step()
+def micro_batches_of_which_the_last_reaches_the_first_layer_alone(model: Any, _: Any, step: int, run: Run) -> None:
+    micro_batches(model, step, run, announced=(True,))
     (10 * model.first(batch(step, dtype_of(model), width=16)).float().square().mean()).backward()
-    optimizer.step()
 
 
-@program(torch=False, steps=9)
+@before_the_step(torch=False, steps=9)
 def micro_batches_with_a_call_in_between(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Another one in each step."""
-    optimizer.zero_grad()
     for micro in range(3):
         with run.accumulate() if micro < 2 else contextlib.nullcontext():
             backward(model, step, micro)
@@ -999,12 +992,10 @@ def micro_batches_with_a_call_in_between(model: Any, optimizer: Any, step: int, 
             case _ if run.scheduler is not None:
                 run.scheduler.synchronize()
                 run.scheduler.place(bucket_numel=100)
-    optimizer.step()
 
 
-@program(speculates=False, ignores=("outcome",))
+@before_the_step(speculates=False, ignores=("outcome",))
 def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    optimizer.zero_grad()
     read = []
     for micro in range(3):
         with run.accumulate() if micro < step else contextlib.nullcontext():
@@ -1012,14 +1003,12 @@ def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, 
         read.append([gradient.norm() for gradient in gradients(model)])
     for gradient in gradients(model):
         gradient.div_(3)
-    optimizer.step()
     return read
 
 
-@program(steps=6)
+@before_the_step(steps=6)
 def last_micro_batch_retried(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Its backward fails half way, and is made again."""
-    optimizer.zero_grad()
     with run.accumulate() if step > 1 else contextlib.nullcontext():
         backward(model, step)
     if step % 2:
@@ -1028,26 +1017,23 @@ def last_micro_batch_retried(model: Any, optimizer: Any, step: int, run: Run) ->
             backward(model, step, 1)
         model.fails_after = None
     backward(model, step, 1)
-    optimizer.step()
 
 
 # ---- exceptions -----------------------------------------------------------------------------------------------------
 
 
-def _hook_that_may_fail(model: Any, run: Run) -> None:
-    def fail(parameter: Tensor) -> None:
-        if run.kept.get("fails"):
-            raise PlantedError
-
-    model.blocks[0].weight.register_post_accumulate_grad_hook(fail)
+def _fail_at_times(parameter: Tensor, run: Run) -> None:
+    if run.kept.get("fails"):
+        raise PlantedError
 
 
 def _failure(where: str) -> None:
     """Add a program whose forward, backward or hook fails in every other step, and which goes on in different ways."""
+    hook = hooked(_fail_at_times, lambda model: [model.blocks[0].weight])
 
     def body(model: Any, optimizer: Any, step: int, run: Run) -> Any:
         if where == "a_later_hook" and run.once():
-            _hook_that_may_fail(model, run)
+            hook(model, run)
         optimizer.zero_grad()
         ending = ["goes on", "steps", "retries", "zeroes and retries"][step // 2] if step % 2 else "retries"
         if step % 2:
@@ -1064,7 +1050,7 @@ def _failure(where: str) -> None:
         if ending != "goes on":
             optimizer.step()
 
-    prepares = {"prepare": _hook_that_may_fail} if where == "an_earlier_hook" else {}
+    prepares = {"prepare": hook} if where == "an_earlier_hook" else {}
     program(f"failure_in_{where}", steps=8, **prepares)(body)
 
 
@@ -1121,56 +1107,41 @@ def gradients_in_one_flat_buffer(model: Any, optimizer: Any, step: int, run: Run
     return norm, flat.clone()
 
 
-def _keep_views(model: Any, run: Run) -> None:
-    def keep(parameter: Tensor) -> None:
-        views = run.kept.setdefault("views", [])
-        match len(views) % 4:
-            case 0:
-                views.append(parameter.grad.view(-1))
-            case 1:
-                views.append(parameter.grad.detach())
-            case 2:
-                views.append(parameter.grad.data[1:])
-            case 3:
-                views.append(torch.empty(0, dtype=parameter.dtype).set_(parameter.grad.untyped_storage()))
-
-    for parameter in model.parameters():
-        if parameter is not model.last.weight:
-            parameter.register_post_accumulate_grad_hook(keep)
+def _keep_a_view(parameter: Any, run: Run) -> None:
+    views = run.kept.setdefault("views", [])
+    match len(views) % 4:
+        case 0:
+            views.append(parameter.grad.view(-1))
+        case 1:
+            views.append(parameter.grad.detach())
+        case 2:
+            views.append(parameter.grad.data[1:])
+        case 3:
+            views.append(torch.empty(0, dtype=parameter.dtype).set_(parameter.grad.untyped_storage()))
 
 
-@program(prepare=_keep_views)
+@before_the_step(prepare=hooked(_keep_a_view, lambda model: [*model.first.parameters(), *model.blocks.parameters()]))
 def views_of_gradients_kept_by_an_earlier_hook_and_edited(model: Any, optimizer: Any, step: int, run: Run) -> None:
     run.kept["views"] = []
-    optimizer.zero_grad()
     backward(model, step)
     for view in run.kept["views"]:
         view.add_(0.01)
-    optimizer.step()
 
 
-def _reduce_in_a_hook(model: Any, run: Run) -> None:
-    def reduce(parameter: Tensor) -> None:
-        parameter.grad.div_(2)
-        parameter.grad = parameter.grad + parameter.grad
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(reduce)
+def _reduce(parameter: Any, run: Run) -> None:
+    parameter.grad.div_(2)
+    parameter.grad = parameter.grad + parameter.grad
 
 
-program("gradients_reduced_by_an_earlier_hook", prepare=_reduce_in_a_hook)(plainest)
+program("gradients_reduced_by_an_earlier_hook", prepare=hooked(_reduce))(plainest)
 
 
-def _turn_in_a_hook(model: Any, run: Run) -> None:
-    def turn(parameter: Tensor) -> None:
-        turned = torch.empty_like(parameter.grad.t(), memory_format=torch.contiguous_format).t()
-        parameter.grad = turned.copy_(parameter.grad)
-
-    for layer in model.blocks:
-        layer.weight.register_post_accumulate_grad_hook(turn)
+def _turn(parameter: Any, run: Run) -> None:
+    turned = torch.empty_like(parameter.grad.t(), memory_format=torch.contiguous_format).t()
+    parameter.grad = turned.copy_(parameter.grad)
 
 
-@program(prepare=_turn_in_a_hook, torch=False)
+@program(prepare=hooked(_turn, lambda model: [layer.weight for layer in model.blocks]), torch=False)
 def gradients_in_another_order_of_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
     plainest(model, optimizer, step, run)
     assert run.scheduler is None or run.scheduler.statistics.given_back_gradients == 0
@@ -1181,35 +1152,28 @@ def _turn_a_weight(model: Any, run: Run) -> None:
     weight.data = weight.data.t().contiguous().t()
 
 
-@program(prepare=_turn_a_weight, torch=False, speculates=False)
+@before_the_step(prepare=_turn_a_weight, torch=False, speculates=False)
 def gradient_of_two_weights_in_different_orders_of_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
     first, second = (layer.weight for layer in model.blocks)
     assert first.stride() != second.stride()
-    optimizer.zero_grad()
-    with run.accumulate():
-        backward(model, step)
+    micro_batches(model, step, run, announced=(True,))
     second.grad = first.grad
-    optimizer.step()
 
 
-def _drop_in_a_hook(model: Any, run: Run) -> None:
-    def step_at_once(parameter: Tensor) -> None:
-        parameter.data.add_(parameter.grad, alpha=-0.01)
-        parameter.grad = None
-
-    model.last.weight.register_post_accumulate_grad_hook(step_at_once)
+def _step_at_once(parameter: Any, run: Run) -> None:
+    parameter.data.add_(parameter.grad, alpha=-0.01)
+    parameter.grad = None
 
 
-program("layer_stepped_in_an_earlier_hook", prepare=_drop_in_a_hook)(plainest)
+_step_last_at_once = hooked(_step_at_once, lambda model: [model.last.weight])
+program("layer_stepped_in_an_earlier_hook", prepare=_step_last_at_once)(plainest)
 
 
 @program()
 def layer_stepped_in_a_later_hook(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.once():
-        _drop_in_a_hook(model, run)
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
+        _step_last_at_once(model, run)
+    plainest(model, optimizer, step, run)
 
 
 # ---- storage is replaced --------------------------------------------------------------------------------------------
@@ -1283,12 +1247,12 @@ def storage_freed_during_backward_and_filled_again(model: Any, optimizer: Any, s
     optimizer.zero_grad()
     kept: dict[Tensor, Tensor] = {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and is_alone(parameter)]
-    handles = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
     try:
-        backward(model, step, 1)
+        with contextlib.ExitStack() as hooks:
+            for parameter in trained:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(free))
+            backward(model, step, 1)
     finally:
-        for handle in handles:
-            handle.remove()
         for parameter, value in kept.items():
             parameter.untyped_storage().resize_(value.untyped_storage().nbytes())
             parameter.data.copy_(value)
@@ -1392,17 +1356,15 @@ def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) 
         run.scheduler.place(gpu_buckets=gpu_buckets if can_keep else None, bucket_numel=bucket_numel)
 
 
-@program()
+@before_the_step()
 def scheduler_placed_otherwise_during_backward(model: Any, optimizer: Any, step: int, run: Run) -> None:
     def place(gradient: Tensor) -> None:
         if run.scheduler is not None:
             threads = {} if run.scheduler.placement.num_threads == 0 else {"num_threads": 1 + step // 2}
             run.scheduler.place(bucket_numel=[1, 10**6, 100, 100][step], **threads)
 
-    optimizer.zero_grad()
     with model.blocks[0].weight.register_hook(place):
         backward(model, step)
-    optimizer.step()
 
 
 @between()
@@ -1472,13 +1434,7 @@ WHILE_THE_WORKER_WORKS = [
 
 @pytest.mark.parametrize("program", WHILE_THE_WORKER_WORKS, ids=str)
 def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(program, monkeypatch):
-    speculate = Transaction.speculate
-
-    def slow(*arguments: Any, **options: Any) -> None:
-        time.sleep(0.002)
-        speculate(*arguments, **options)
-
-    monkeypatch.setattr(Transaction, "speculate", slow)
+    slow_down(monkeypatch, Transaction, "speculate", 0.002)
     threads = [one for one in OTHERS if one.device is ThreadDevice and one.dtype is torch.bfloat16]
     assert differences(replace(program, torch=False), threads[:1]) == []
 

@@ -5,7 +5,6 @@ Each program is a whole run with loops, models and wrappers of its own; those of
 
 import contextlib
 import copy
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import programs
+from support.optimizers import through_disk
 from support.programs import Program, Setting, differences, frozen, in_settings, state_of
 from support.visible import parameters_of
 from torch import Tensor, nn
@@ -76,14 +76,6 @@ def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], N
         return train
 
     return add
-
-
-def through_a_file(value: Any) -> Any:
-    """Return what is loaded after `value` was saved."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # ---- adversarial networks -------------------------------------------------------------------------------------------
@@ -318,7 +310,7 @@ def averages_saved_between_schedulers(run: Run) -> None:
         kept = [parameter.detach().clone() for parameter in model.parameters()]
         for parameter in model.parameters():
             parameter.data.mul_(0.9)
-        through_a_file(optimizer.state_dict())
+        through_disk(optimizer.state_dict())
         for parameter, value in zip(model.parameters(), kept, strict=True):
             parameter.data.copy_(value)
 
@@ -365,16 +357,12 @@ def gradients_centralized_by_hooks(run: Run) -> None:
         parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
 
     model = run.mlp(16, 64, 64, 16)
-    optimizer = run.adamw(model.parameters())
     model[2].weight.register_post_accumulate_grad_hook(subtract)
-    with run.overlap(optimizer, model):
-        for layer in (model[0], model[4]):
+    for step in run.steps(model):
+        for layer in (model[0], model[4]) if step == 0 else ():
             layer.weight.register_post_accumulate_grad_hook(subtract)
-        for step in range(4):
-            optimizer.zero_grad()
-            run.loss(model, step).backward()
-            run.see([parameter.grad.float().mean(-1) for parameter in model.parameters()])
-            optimizer.step()
+        run.loss(model, step).backward()
+        run.see([parameter.grad.float().mean(-1) for parameter in model.parameters()])
 
 
 # ---- gradients made by the program ----------------------------------------------------------------------------------
@@ -631,7 +619,7 @@ def pretraining_saved_and_resumed(run: Run) -> None:
     first = Pretraining(run)
     with run.overlap(first.optimizer, first.model):
         first.train(2)
-        saved = through_a_file(first.state_dict())
+        saved = through_disk(first.state_dict())
         first.train(4)
     second = Pretraining(run)
     with run.overlap(second.optimizer, second.model):

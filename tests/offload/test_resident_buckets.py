@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from support.overlap import (
     adam,
     loss_of,
     mlp,
+    overlapped,
+    slow_down,
     train,
 )
 from support.programs import both
@@ -56,10 +57,7 @@ def resident(scheduler: OffloadScheduler) -> int:
 
 
 def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: Device) -> None:
-    model = mlp()
-    optimizer = adam(model)
-    with OffloadScheduler(optimizer, model, bucket_numel=70, gpu_buckets=ALL, device=device) as scheduler:
-        train(model, optimizer, range(2))
+    with overlapped(steps=2, bucket_numel=70, gpu_buckets=ALL, device=device) as (model, optimizer, scheduler):
         for is_read in (True, False, True):
             loss_of(model, 2).backward()
             assert resident(scheduler) == 6
@@ -72,9 +70,8 @@ def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: De
 
 
 def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model)
-    with OffloadScheduler(optimizer, model, bucket_numel=70, gpu_buckets=ALL, device=device) as scheduler:
+    options = {"bucket_numel": 70, "gpu_buckets": ALL, "device": device}
+    with overlapped(torch.bfloat16, **options) as (model, optimizer, scheduler):
         (loss_of(model, 0) * math.nan).backward()
         optimizer.step()
         for ending in ("nan", "zero_grad", "rollback"):
@@ -85,9 +82,6 @@ def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None
             assert not optimizer.state
             assert not has_memory_in_use(device)
         assert scheduler.statistics.resident_buckets == 9
-
-
-# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpu_buckets", [1, ALL])
@@ -139,21 +133,13 @@ class Roomy(ThreadDevice):
 
 
 def test_a_worker_that_is_far_behind_backward_leaves_all_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculate = Transaction.speculate
-
-    def slow(*arguments: Any, **options: Any) -> None:
-        time.sleep(0.01)
-        speculate(*arguments, **options)
-
-    monkeypatch.setattr(Transaction, "speculate", slow)
+    slow_down(monkeypatch, Transaction, "speculate", 0.01)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(torch.bfloat16)
     model[2].weight.register_hook(lambda gradient: time.sleep(0.01))  # so that the worker begins during backward
     optimizer = adam(model, max_grad_norm=math.inf)
     with OffloadScheduler(optimizer, model, device=Roomy(), bucket_numel=64) as scheduler:
         for seed in range(200):  # many more than a machine needs on which nothing else runs
-            loss_of(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, range(seed, seed + 1))
             if scheduler.placement.gpu_buckets == 6:
                 break
         assert scheduler.placement.gpu_buckets == 6

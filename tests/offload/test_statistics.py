@@ -26,12 +26,13 @@ from support.overlap import (
     fail_at,
     loss_of,
     mlp,
+    overlapped,
+    slow_down,
     train,
 )
 from support.programs import Program, Run, Setting, first_difference, in_turn, run_in
 from torch import Tensor, nn
 
-from superadam import OffloadScheduler
 from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import WorkerError
@@ -39,7 +40,6 @@ from superadam.offload import trace
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import TRACKS, Trace
 from superadam.state.parameter import ParameterState
-from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
@@ -113,10 +113,8 @@ def test_every_speculation_ends_in_one_way(program: Program, settings: list[Sett
 @pytest.mark.parametrize("device_class", [ImmediateDevice, ThreadDevice])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_speculation_before_a_failure_of_the_worker_is_dropped(at: int, device_class: type[Device]) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=math.inf)
-    with eager(optimizer, model, device=device_class()):
-        train(model, optimizer, range(2))
+    how = {"steps": 2, "max_grad_norm": math.inf, "device": device_class()}
+    with overlapped(torch.bfloat16, **how) as (model, optimizer, _):
         with pytest.MonkeyPatch.context() as patch:
             fail_at(patch, Transaction, "speculate", at, PlantedError())
             loss_of(model, 2).backward()
@@ -128,24 +126,12 @@ def test_speculation_before_a_failure_of_the_worker_is_dropped(at: int, device_c
 @pytest.mark.parametrize("device_class", [ThreadDevice, DeferredDevice])
 def test_work_in_the_step_is_not_hidden(device_class: type[Device], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is its own master is updated there."""
-    model = mlp()
-    optimizer = adam(model, lr=1e-3)
-    step = Transaction.step
-
-    def slow(*arguments: Any) -> StepOutcome:
-        time.sleep(0.02)
-        return step(*arguments)
-
-    monkeypatch.setattr(Transaction, "step", slow)
+    slow_down(monkeypatch, Transaction, "step", 0.02)
     begin = time.perf_counter()
-    with eager(optimizer, model, device=device_class()) as scheduler:
-        train(model, optimizer, range(3))
+    with overlapped(steps=3, device=device_class()) as (_, _, scheduler):
         counts = scheduler.statistics
         assert 0.06 <= counts.step_seconds <= time.perf_counter() - begin
         assert counts.hidden_share <= counts.worker_seconds / (counts.worker_seconds + 0.06) < 1.0
-
-
-# ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def mixed() -> nn.Module:
@@ -247,12 +233,11 @@ def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_profiler_shows_the_parts_of_the_optimizer() -> None:
-    model = mlp()
-    optimizer = adam(model, max_grad_norm=1.0)
-    with OffloadScheduler(optimizer, model, device=ThreadDevice()):
-        train(model, optimizer, range(2))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            train(model, optimizer, range(2, 4))
-            optimizer.state_dict()
+    with (
+        overlapped(steps=2, max_grad_norm=1.0, device=ThreadDevice()) as (model, optimizer, _),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+    ):
+        train(model, optimizer, range(2, 4))
+        optimizer.state_dict()
     names = {event.name for event in profiler.events()}
     assert {"superadam: step", "superadam: commit"} <= names

@@ -26,11 +26,6 @@ from superadam.testing.accelerator import SimulatedEvent
 HYPER = [Hyperparameters.of_group(torch.optim.AdamW([torch.zeros(1)]).param_groups[0])] * 8
 
 
-def lazy(seed: int = 0) -> SimulatedDevice:
-    """Return a device that does nothing before it is waited for."""
-    return SimulatedDevice(seed, eagerness=0.0)
-
-
 def finish(device: SimulatedDevice) -> None:
     for stream in Stream:
         device.record(stream).synchronize()
@@ -46,7 +41,7 @@ def transfers_of(device: Device) -> Transfers:
 
 def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
     """A step that is dropped, because the worker failed, drops gradients that are still on their way."""
-    device = lazy()
+    device = SimulatedDevice(0, 0.0)
     transfers = transfers_of(device)
     taken = {one: TakenGradient(torch.ones(5)) for one in states_of(torch.ones(5))}
     records, arrived = transfers.download(taken, HYPER, set())
@@ -148,7 +143,7 @@ def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:
 
 def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
     """Nothing is published of them."""
-    device = lazy()
+    device = SimulatedDevice(0, 0.0)
     transfers = transfers_of(device)
     parameter = torch.zeros(3)
     device.copy(parameter, torch.ones(3), Stream.CURRENT)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,26 +121,17 @@ def after() -> list[list[Any]]:
 
 def in_two_threads(first: Callable[[], object], second: Callable[[], object], seed: int) -> None:
     """Call both, each again and again, beginning at moments that the seed draws; raise what either has raised."""
-    chance, errors, begin = random.Random(seed), [], threading.Barrier(2)
-    delays = chance.uniform(0, 3e-4), chance.uniform(0, 3e-4)
+    chance, begin, threads = random.Random(seed), threading.Barrier(2), ThreadPoolExecutor(2)
 
     def repeat(call: Callable[[], object], delay: float) -> None:
-        try:
-            begin.wait()
-            for _ in range(REPEATS):
-                time.sleep(delay)
-                call()
-        except BaseException as error:
-            errors.append(error)
+        begin.wait()
+        for _ in range(REPEATS):
+            time.sleep(delay)
+            call()
 
-    threads = [threading.Thread(target=repeat, args=each) for each in zip((first, second), delays, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads), "the two wait for each other"
-    for error in errors:
-        raise error
+    for ended in [threads.submit(repeat, call, chance.uniform(0, 3e-4)) for call in (first, second)]:
+        ended.result(30)  # or the two wait for each other
+    threads.shutdown()
 
 
 @pytest.mark.parametrize("first", CALLS)
@@ -173,23 +165,18 @@ def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypa
         run = Run(seed)
         for number in range(2000 if run.scheduler is not None else 0):
             run.scheduler.trace.add("before", "model", number, number + 1)
-        errors: list[BaseException] = []
-        ended = threading.Event()
+        threads, ended = ThreadPoolExecutor(1), threading.Event()
 
-        def repeat(run: Run = run, ended: threading.Event = ended, errors: list[BaseException] = errors) -> None:
-            try:
-                while not ended.is_set():
-                    CALLS[call](run, tmp_path)
-            except BaseException as raised:
-                errors.append(raised)
+        def repeat(run: Run = run, ended: threading.Event = ended) -> None:
+            while not ended.is_set():
+                CALLS[call](run, tmp_path)
 
-        other = threading.Thread(target=repeat)
-        other.start()
-        run.train(6)
-        ended.set()
-        other.join(30)
-        assert not other.is_alive()
-        for error in errors:
-            raise error
+        other = threads.submit(repeat)
+        try:
+            run.train(6)
+        finally:
+            ended.set()
+        other.result(30)
+        threads.shutdown()
         CALLS["close"](run, tmp_path)
         assert run.seen() == plain.seen(), f"with seed {seed}"

@@ -248,6 +248,7 @@ def test_more_than_a_thousand_tiny_parameters() -> None:
 @pytest.mark.parametrize("speculative", [False, True])
 @pytest.mark.parametrize("limit", [0.5, 0.0])
 def test_clip_grad_norm_sets_the_limit_of_one_step(speculative: bool, limit: float) -> None:
+    """Which is forgotten with the gradients."""
     optimizer, twin = make(), make(max_grad_norm=limit)
     for one in (optimizer, twin):
         give_gradients(one, 1)
@@ -260,6 +261,10 @@ def test_clip_grad_norm_sets_the_limit_of_one_step(speculative: bool, limit: flo
     assert (norm.shape, norm.dtype, norm.item()) == ((), torch.float64, twin.last_outcome.grad_norm)
     assert visible(optimizer) == visible(twin)
     assert optimizer.last_outcome == twin.last_outcome
+    assert optimizer.resolve().kind is StepKind.COMMITTED
+    optimizer.clip_grad_norm_(limit)
+    optimizer.zero_grad()
+    give_gradients(optimizer, 2)
     assert optimizer.resolve().kind is StepKind.COMMITTED
 
 

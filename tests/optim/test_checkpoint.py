@@ -449,18 +449,24 @@ def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype, moments:
 
 @EACH_PAIR
 @EACH_DTYPE
-def test_ours_loads_torch(ours: type, theirs: type, dtype: torch.dtype) -> None:
-    other = trained(make(dtype, theirs, **OPTIONS))
-    optimizer = make(dtype, ours)
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_of_torch", [False, True])
+def test_ours_loads_torch_and_moments_of_more_bits(ours, theirs, dtype, moments, is_of_torch):
+    """Which are widened, or rounded to nearest."""
+    other = trained(make(dtype, theirs if is_of_torch else ours, **OPTIONS))
+    optimizer = make(dtype, ours, moments=moments)
     copy_weights(optimizer, other)
-    optimizer.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(through_disk(other.state_dict()))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    stored = torch.bfloat16 if moments == "bf16" and wide == torch.float32 else wide
     for p, q in zip(parameters_of(optimizer), parameters_of(other), strict=True):
-        entry, theirs_entry = optimizer.state[p], other.state[q]
-        assert entry_bits(entry) == entry_bits({k: v if k == "step" else v.to(wide) for k, v in theirs_entry.items()})
+        expected = {k: v if k in ("step", "master") else v.to(stored) for k, v in other.state[q].items()}
+        assert entry_bits(optimizer.state[p]) == entry_bits(expected)
         assert bits(p) == bits(q)
     trained(optimizer, range(2, 3))
-    assert optimizer.state[parameters_of(optimizer)[0]]["step"] == 3
+    entry = optimizer.state[parameters_of(optimizer)[0]]
+    assert (entry["step"], entry["exp_avg"].dtype, entry["exp_avg_sq"].dtype) == (3, stored, stored)
+    assert optimizer.moments == moments
 
 
 def test_decay_of_adamw_stays_decoupled_whatever_is_loaded() -> None:

@@ -1,7 +1,8 @@
-"""Encoded state is published decoded: only what somebody asks for, which stays true and may be written to."""
+"""State in fewer bits: how it is rounded, and how it is shown, decoded when it is asked for, and may be written to."""
 
 import copy
 import itertools
+import math
 import pickle
 import threading
 import time
@@ -12,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import copy_weights, through_disk, train_alike, trained
-from support.visible import entry_bits, give_gradients, parameter, parameters_of, refused, state_bits, train, visible
+from support.visible import (
+    bits,
+    entry_bits,
+    give_gradients,
+    parameter,
+    parameters_of,
+    refused,
+    state_bits,
+    train,
+    visible,
+)
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -20,6 +31,7 @@ from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import distributed_checkpoint
 from superadam.optim.entry import Encoded, Entry, raw
 from superadam.state import compact
+from superadam.testing import round_by_thresholds
 
 KEYS = ("exp_avg", "exp_avg_sq", "master")
 
@@ -123,27 +135,25 @@ def test_what_somebody_has_stays_true(what: str) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize(
-    "edit", [lambda tensor: tensor.sum(), lambda tensor: tensor.mul_(1.0)], ids=["read", "written"]
-)
-def test_looking_changes_nothing(key: str, edit: Callable[[Tensor], object]) -> None:
-    optimizer, untouched = trained(make()), trained(make())
-    edit(first(optimizer)[key])
-    train_alike(optimizer, untouched, 3, 4, 5, speculative=False)
-
-
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("factor", [None, 1.0, 4.0])
 @pytest.mark.parametrize("is_counted", [False, True])
-def test_what_is_written_counts_though_nobody_keeps_it(key: str, is_counted: bool) -> None:
-    """Also past the version counter, and after gradients were speculated on."""
+@pytest.mark.parametrize("speculative", [False, True])
+def test_what_is_written_counts_though_nobody_keeps_it(
+    key: str, factor: float | None, is_counted: bool, speculative: bool
+) -> None:
+    """Also past the version counter, and after gradients were speculated on; looking changes nothing."""
     optimizer, plain, untouched = trained(make()), trained(make()), trained(make())
     for one in (optimizer, plain, untouched):
-        give_gradients(one, 3, speculative=one is optimizer)
-        tensor = first(one)[key]
-        (tensor if is_counted else tensor.data).mul_(1.0 if one is untouched else 4.0)
-        del tensor
+        give_gradients(one, 3, speculative=speculative and one is optimizer)
+        if one is not untouched:
+            tensor = first(one)[key]
+            tensor = tensor if is_counted else tensor.data
+            tensor.sum() if factor is None else tensor.mul_(factor)
+            del tensor
         one.step()
-    assert visible(optimizer) == visible(plain) != visible(untouched)
+        trained(one, [4, 5])
+    assert visible(optimizer) == visible(plain)
+    assert (visible(optimizer) == visible(untouched)) is (factor != 4.0)
 
 
 def test_what_is_written_is_rounded_to_nearest_and_shown_so() -> None:
@@ -457,3 +467,83 @@ def test_an_entry_of_another_class_of_dicts_loses_a_stale_master() -> None:
     assert [*entry] == [*first(optimizer)]
     assert sorted(dict(entry)) == ["exp_avg", "exp_avg_sq", "master", "step"]
     assert entry["master"].shape == (8, 64)
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def entries(optimizer: Any) -> list[dict[str, Tensor]]:
+    """Return the state of each parameter."""
+    return list(optimizer.state_dict()["state"].values())
+
+
+@pytest.mark.parametrize("value", ["bfloat16", "BF16", "", None, 16, torch.bfloat16, ["bf16"]])
+def test_other_values_are_refused_in_one_sentence(value: Any) -> None:
+    for cls in (SpeculativeCPUAdam, SpeculativeCPUAdamW):
+        with pytest.raises(ValueError, match=r"^moments is .*, expected 'fp32' or 'bf16'") as caught:
+            cls([nn.Parameter(torch.ones(3))], moments=value)
+        assert "\n" not in str(caught.value)
+
+
+def mean_after(steps: int, gradient: float, **options: Any) -> tuple[float, float]:
+    """Return the means of both moments after steps with one gradient everywhere, without what they lack at first."""
+    parameter = nn.Parameter(torch.zeros(640))
+    optimizer = SpeculativeCPUAdam([parameter], lr=0.0, moments="bf16", **options)
+    for _ in range(steps):
+        parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+    means = [optimizer.state[parameter][key].double().mean().item() for key in KEYS[:2]]
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    return means[0] / (1 - beta1**steps), means[1] / (1 - beta2**steps)
+
+
+@pytest.mark.parametrize("gradient", [1.0, -3e-9, 1e-12, 1e-39], ids=str)
+def test_moments_follow_gradients_of_any_size(gradient: float) -> None:
+    """To nearest, a moment stops where what a step adds is less than half of its last bit."""
+    first, second = mean_after(300, gradient)
+    assert first == pytest.approx(gradient, rel=0.01)
+    if abs(gradient) > 1e-16:  # its square is a normal number
+        assert second == pytest.approx(gradient**2, rel=0.02)
+
+
+@pytest.mark.parametrize("key", KEYS[:2])
+@pytest.mark.parametrize("bits_of_nan", [0x7FFFFFFF, 0x7F810000, -1])
+@pytest.mark.parametrize("storage", [("bf16", "fp32"), ("fp32", "24bit"), ("bf16", "24bit")], ids=str)
+def test_nan_of_any_bits_and_infinity_stay(storage: tuple[str, str], bits_of_nan: int, key: str) -> None:
+    """A threshold that is added to the largest of them would make a number of it."""
+    parameter = nn.Parameter(torch.zeros(2, 64).bfloat16())
+    optimizer = SpeculativeCPUAdam([parameter], moments=storage[0], master=storage[1])
+    for _ in range(3):
+        parameter.grad = torch.ones(2, 64).bfloat16()
+        optimizer.step()
+        if optimizer.state[parameter]["step"] == 1:
+            moment = optimizer.state[parameter][key]
+            width = torch.int32 if moment.dtype == torch.float32 else torch.int16
+            moment[1].view(width).fill_(bits_of_nan if width == torch.int32 else bits_of_nan >> 16)
+            optimizer.state[parameter]["exp_avg_sq"][0, 5] = math.inf
+            del moment
+    state = optimizer.state[parameter]
+    for values in (parameter, state[key], state["master"]):
+        assert values.isnan().tolist() == [[False] * 64, [True] * 64]
+    assert state["exp_avg_sq"].isinf().nonzero().tolist() == [[0, 5]]
+
+
+@pytest.mark.parametrize("begin", [1, 2**24 - 1, 2**24 + 1, 2**32 - 1, 2**40])
+def test_every_step_has_its_own_thresholds(begin: int) -> None:
+    optimizers = [SpeculativeCPUAdam([nn.Parameter(torch.ones(130))], moments=how) for how in ("fp32", "bf16")]
+    for optimizer in optimizers:
+        train(optimizer, 0)
+        saved = optimizer.state_dict()
+        saved["state"][0]["step"] = torch.tensor(float(begin), dtype=torch.float64)
+        optimizer.load_state_dict(saved)
+    plain, ours = optimizers
+    for step in range(begin + 1, begin + 4):
+        saved = plain.state_dict()
+        saved["state"][0] |= {key: entries(ours)[0][key] for key in KEYS[:2]}  # bf16 is widened
+        plain.load_state_dict(saved)
+        for optimizer in optimizers:
+            train(optimizer, step)
+        for wide, narrow in [(entries(plain)[0][key], entries(ours)[0][key]) for key in KEYS[:2]]:
+            assert bits(narrow.float()) == bits(round_by_thresholds(wide, step, 16))
+            assert bits(narrow.float()) != bits(round_by_thresholds(wide, step + 1, 16))
+        assert entries(ours)[0]["step"] == step

@@ -51,53 +51,38 @@ def _lr(is_tensor: bool) -> Any:
     return torch.tensor(0.01, dtype=torch.float64) if is_tensor else 0.01
 
 
-def _advance(scheduler: Any) -> None:
-    scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-
-
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["float lr", "Tensor lr"])
 @pytest.mark.parametrize("speculative", [False, True])
-def test_schedulers(name: str, is_tensor: bool, speculative: bool) -> None:
-    """Learning rates and betas are those that torch's AdamW gets, and the steps are made with them."""
-    optimizer, twin = make(torch.bfloat16, lr=_lr(is_tensor)), make(torch.bfloat16)
-    reference = make(cls=torch.optim.AdamW, lr=_lr(is_tensor))
-    schedulers = [SCHEDULERS[name](one) for one in (optimizer, reference)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_schedulers(name: str, is_tensor: bool, speculative: bool, dtype: torch.dtype) -> None:
+    """Learning rates and betas are those that torch's AdamW gets, and the steps are made with them.
+
+    Copies of scheduler and optimizer, and others that load their state in the middle, go on as if never stopped.
+    """
+    optimizer, other = (make(dtype, lr=_lr(is_tensor)) for _ in range(2))
+    reference, twin = make(cls=torch.optim.AdamW, lr=_lr(is_tensor)), make(dtype)
+    scheduler, its_scheduler, second = (SCHEDULERS[name](one) for one in (optimizer, reference, other))
+    scheduled = [(reference, its_scheduler), (optimizer, scheduler)]
     rates = set()
-    for seed in range(5):
-        train(reference, seed)
-        train(optimizer, seed, speculative=speculative)
+    for seed in range(6):
+        if seed == 3:
+            second.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            copy_weights(other, optimizer)
+            third = copy.deepcopy(scheduler)
+            scheduled += [(other, second), (third.optimizer, third)]
         twin.param_groups[0].update({key: optimizer.param_groups[0][key] for key in ("lr", "betas")})
         twin.param_groups[0]["lr"] = float(twin.param_groups[0]["lr"])
-        train(twin, seed)
         rates.add(twin.param_groups[0]["lr"])
-        for scheduler in schedulers:
-            _advance(scheduler)
+        train(twin, seed)
+        for one, its in scheduled:
+            train(one, seed, speculative=speculative and one is not reference)
+            if seed < 5:
+                its.step(*([1.0] if name == "ReduceLROnPlateau" else []))
         for key in ("lr", "betas"):
             assert optimizer.param_groups[0][key] == reference.param_groups[0][key]
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) is is_tensor
     assert state_bits(optimizer) == state_bits(twin)
+    assert visible(optimizer) == visible(other) == visible(third.optimizer)
     assert len(rates) > 1  # something was scheduled
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("is_tensor", [False, True], ids=["float lr", "Tensor lr"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_dicts_of_schedulers_and_optimizer(name: str, is_tensor: bool, dtype: torch.dtype) -> None:
-    """Loaded into others in the middle, they go on as if never stopped; so does a copy of both."""
-    optimizer, other = (make(dtype=dtype, lr=_lr(is_tensor)) for _ in range(2))
-    scheduler, second = SCHEDULERS[name](optimizer), SCHEDULERS[name](other)
-    for seed in range(3):
-        train(optimizer, seed, speculative=True)
-        _advance(scheduler)
-    second.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    copy_weights(other, optimizer)
-    third = copy.deepcopy(scheduler)
-    for seed in range(3, 6):
-        for one, its in ((optimizer, scheduler), (other, second), (third.optimizer, third)):
-            train(one, seed, speculative=one is other)
-            if seed < 5:
-                _advance(its)
-        assert visible(optimizer) == visible(other) == visible(third.optimizer)

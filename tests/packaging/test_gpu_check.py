@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -221,9 +220,13 @@ def request(program: str, batches: list[int]) -> throughput.ThroughputRequest:
     return throughput.ThroughputRequest(program, "tiny", "cpu", batches, 8, 0.0, 1 << 12)
 
 
+def rows_of(request: throughput.ThroughputRequest, capsys: pytest.CaptureFixture[str]) -> list[Row]:
+    throughput.measure(request)
+    return [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+
+
 def test_a_sweep_differs_from_the_placement_that_was_chosen(capsys):
-    throughput.measure(request(sides.SWEEP, [1, 2]))
-    rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+    rows = rows_of(request(sides.SWEEP, [1, 2]), capsys)
     asked = ("gpu_buckets", "bucket_numel", "num_threads")
     placed = {row.side: {name: int(row.placement[name]) for name in asked} for row in rows if row.side in sides.SWEPT}
     chosen = placed.pop(sides.AUTO)
@@ -237,8 +240,7 @@ def test_a_sweep_differs_from_the_placement_that_was_chosen(capsys):
 
 def test_placement_that_cannot_be_met_is_a_row(monkeypatch, capsys):
     monkeypatch.setitem(sides.PLACEMENTS, "half the threads", lambda chosen, total: {"num_threads": 0})
-    throughput.measure(request(sides.SWEEP, [1]))
-    rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+    rows = rows_of(request(sides.SWEEP, [1]), capsys)
     refused = [row for row in rows if row.outcome != "measured"]
     assert [(row.side, row.outcome) for row in refused] == [(f"{sides.OVERLAPPED}, half the threads", "refused")]
     assert "num_threads" in refused[0].detail
@@ -373,14 +375,9 @@ def test_gpu_tests_are_found_and_this_is_none_of_them():
 def test_shares_are_all_tests_and_none_twice(tests, count):
     ran = []
     for number in range(count):
-        left_out = []
-        config = SimpleNamespace(
-            getoption=lambda name, number=number: f"{number}/{count}",
-            hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),  # noqa: B023
-        )
-        items = list(range(tests))
+        config, items = Mock(getoption=Mock(return_value=f"{number}/{count}")), list(range(tests))
         share.pytest_collection_modifyitems(config, items)
-        assert sorted(items + left_out) == list(range(tests))
+        assert sorted(items + config.hook.pytest_deselected.call_args.kwargs["items"]) == list(range(tests))
         ran += items
     assert sorted(ran) == list(range(tests))
 
@@ -423,43 +420,35 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.subprocess
 def test_program_and_what_it_started_end_with_their_time(tmp_path):
-    path = tmp_path / "child"
-    code = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); "
-    code += f"open({str(path)!r}, 'w').write(str(child.pid)); print('first line', flush=True); time.sleep(60)"
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    code = f"import subprocess, time; subprocess.Popen(['sleep', '60'], stdout=open({pipe!r}, 'w')); "
+    code += "print('first line', flush=True); time.sleep(60)"
     begin = time.monotonic()
     (done,) = programs.run([[sys.executable, "-c", code]], 6.0, {})
     assert time.monotonic() - begin < 30.0
     assert (done.status, done.last_line) == (None, "first line")
-    deadline = time.monotonic() + 30.0
-    while is_running(int(path.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(int(path.read_text()))
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # nobody has it open any more
+    assert time.monotonic() - begin < 36.0
+    os.close(reader)
 
 
 @pytest.mark.subprocess
 def test_programs_end_with_the_check(monkeypatch):
-    started = []
+    started, wait = [], subprocess.Popen.wait
 
-    class Interrupted(subprocess.Popen):
-        def wait(self, timeout=None):
-            if timeout is not None:
-                raise KeyboardInterrupt
-            started.append(self)
-            return super().wait()
+    def interrupted(process, timeout=None):
+        if timeout is not None:
+            raise KeyboardInterrupt
+        started.append(process)
+        return wait(process)
 
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    code = "import time; time.sleep(60)"
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        programs.run([[sys.executable, "-c", code]] * 2, 60.0, {})
+        programs.run([[sys.executable, "-c", "import time; time.sleep(60)"]] * 2, 60.0, {})
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
-
-
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.subprocess

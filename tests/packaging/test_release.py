@@ -13,46 +13,20 @@ import superadam
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 WORKFLOW = (ROOT / ".github/workflows/release.yml").read_text()
 
 
-def tags() -> list[str]:
-    """Return the tags of this commit that name a version; none where this is no clone."""
-    command = ["git", "-C", ROOT, "tag", "--points-at", "HEAD", "v*"]
-    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.split()
-
-
-def disagreements(version: str, changelog: str, citation: str, tags: list[str]) -> list[str]:
-    """Return what speaks of another version than `version`; an untagged commit may have changes without one."""
-    newest = re.findall(r"^## (.+)$", changelog, re.MULTILINE)[0]
-    found = [f"tag {tag}" for tag in tags if tag != f"v{version}"]
-    if not re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", newest) and (tags or newest != "Unreleased"):
-        found.append(f"changelog {newest}")
-    if re.findall(r"^version: (.+)$", citation, re.MULTILINE) != [version]:
-        found.append("citation")
-    return found
-
-
 def test_version_changelog_citation_and_tag_agree():
-    assert superadam.__version__ == PROJECT["version"]
-    assert disagreements(PROJECT["version"], CHANGELOG, (ROOT / "CITATION.cff").read_text(), tags()) == []
-
-
-@pytest.mark.parametrize(
-    ("heading", "cited", "tags", "expected"),
-    [
-        ("Unreleased", "1.2.0", [], []),
-        ("1.2.0 - 2026-11-23", "1.2.0", ["v1.2.0"], []),
-        ("Unreleased", "1.2.0", ["v1.2.0"], ["changelog Unreleased"]),
-        ("1.1.0 - 2026-11-23", "1.2.0", [], ["changelog 1.1.0 - 2026-11-23"]),
-        ("1.2.0 - 2026-11-23", "1.2.0", ["v1.3.0"], ["tag v1.3.0"]),
-        ("1.2.0 - 2026-11-23", "1.1.0", ["v1.2.0"], ["citation"]),
-    ],
-)
-def test_a_disagreement_is_found(heading, cited, tags, expected):
-    changelog = f"# Changelog\n\n## {heading}\n\n## 1.0.0 - 2026-01-01\n"
-    assert disagreements("1.2.0", changelog, f"cff-version: 1.2.0\nversion: {cited}\n", tags) == expected
+    """A commit without a tag, as where this is no clone, may have changes that are in no version yet."""
+    version = PROJECT["version"]
+    assert superadam.__version__ == version
+    assert re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE) == [version]
+    command = ["git", "-C", ROOT, "tag", "--points-at", "HEAD", "v*"]
+    tags = subprocess.run(command, check=False, capture_output=True, text=True).stdout.split()
+    assert set(tags) <= {f"v{version}"}
+    newest = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    dated = re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", newest)
+    assert dated or (newest == "Unreleased" and not tags)
 
 
 def test_actions_of_the_release_are_pinned_by_commit():

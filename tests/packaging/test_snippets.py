@@ -42,19 +42,16 @@ Names = dict[str, Any]
 
 
 class Block(NamedTuple):
-    """A block of code: what its comment says, its language, and its text."""
+    """A block of code: `given` or `not run` and what follows that in its comment, its language, and its text."""
 
-    given: str
-    not_run: str
+    kind: str
+    name: str
     language: str
     text: str
 
 
 def blocks_of(page: Path) -> list[Block]:
-    return [
-        Block(name if kind == "given" else "", name if kind == "not run" else "", language, text)
-        for kind, name, language, text in BLOCK.findall(page.read_text())
-    ]
+    return [Block(*found) for found in BLOCK.findall(page.read_text())]
 
 
 def named(paths: list[Path]) -> Any:
@@ -115,18 +112,11 @@ GIVEN = {function.__name__: function for function in (training, one_rank, traine
 def test_python_blocks_run_as_printed(page, tmp_path):
     names = {"__name__": page.stem}
     for block in blocks_of(page):
-        if block.language != "python" or block.not_run:
+        if block.language != "python" or block.kind == "not run":
             continue
-        if block.given:
-            names.update(GIVEN[block.given](tmp_path))
+        if block.kind == "given":
+            names.update(GIVEN[block.name](tmp_path))
         exec(compile(block.text, str(page), "exec"), names)
-
-
-def test_trainer_of_the_readme_has_the_learning_rate_of_its_arguments(tmp_path):
-    (block,) = [block for block in blocks_of(ROOT / "README.md") if block.given == "trainer"]
-    names = trainer(tmp_path)
-    exec(block.text, names)
-    assert names["trainer"].optimizer.param_groups[0]["initial_lr"] == names["arguments"].learning_rate
 
 
 @named(PAGES)
@@ -159,8 +149,6 @@ def check(command: str) -> None:
             assert (ROOT / script).exists(), command
         case ["accelerate", "launch", *arguments]:
             assert all((ROOT / each).exists() for each in arguments if each.startswith("examples/")), command
-        case ["pytest", "bench", *_] | ["numactl", *_]:
-            pass
         case [program, *_]:
             assert program in ELSEWHERE, command
 

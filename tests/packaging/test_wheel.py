@@ -27,12 +27,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def copy_of_the_checkout(folder: Path) -> Path:
-    """Return a copy that lies nowhere near the original, without what git ignores."""
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "demo", "__pycache__", ".*_cache", ".hypothesis", "*.so")
-    return shutil.copytree(ROOT, folder / "checkout", ignore=ignored)
-
-
 QUICKLY = "--config-settings=cmake.build-type=Debug"
 """Compiles without optimization, which takes half as long; what is tested here does not depend on it."""
 
@@ -88,7 +82,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(site):
 
 
 def test_an_editable_install_follows_the_sources(tmp_path):
-    checkout = copy_of_the_checkout(tmp_path)
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "demo", "__pycache__", ".*_cache", ".hypothesis", "*.so")
+    checkout = shutil.copytree(ROOT, tmp_path / "checkout", ignore=ignored)
     python = bare_python(tmp_path)
     pip("--python", python, "install", "--no-deps", QUICKLY, WITHOUT_VECTORS, "--editable", checkout)
     with (checkout / "superadam/step/outcome.py").open("a") as source:

@@ -20,9 +20,6 @@ from superadam.plan.memory import RESUMING, TRAINING, Memory, Setting, Subject, 
 
 pytestmark = pytest.mark.slow
 
-SMALLER = {"moments": "bf16", "master": "24bit"}
-
-
 Planned = tuple[Subject, Setting, Memory, Activations]
 
 
@@ -56,17 +53,6 @@ def test_resuming_gpt_oss_is_refused_where_training_fits(gpt_oss: Planned) -> No
     assert not memory.resumes
     assert total(memory.host[RESUMING]) == pytest.approx(544e9, rel=0.005)
     assert total(memory.host[TRAINING]) - memory.waiting == pytest.approx(307e9, rel=0.005)
-
-
-def test_a_desktop_trains_8_billion_parameters_with_smaller_state_only() -> None:
-    subject, setting, memory, found = planned("llama-3.1-8b", "rtx4090-desktop", sequences=2)
-    assert [problem[:2] for problem in memory.problems if problem[1] == TRAINING] == [("host", TRAINING)]
-    assert not memory.trains
-    machine = machines.read("rtx4090-desktop")
-    smaller = memory_of(subject, replace(setting, **SMALLER), machine, found)
-    assert smaller.trains
-    assert smaller.waiting > 0  # published over the link
-    assert "--moments bf16 --master 24bit" in [one.words for one in remedies(subject, setting, machine, found)]
 
 
 def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: Planned) -> None:

@@ -1,5 +1,7 @@
 """What is shown of state in fewer bits has the kernels' bits, and so has what is written to it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import compact as oracle
 from support.kernel_arrays import differing
+from support.strategies import Magnitudes, random_array
 
 from superadam.state import compact
 
@@ -17,25 +20,17 @@ ENCODINGS = {
 }
 DTYPES = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master": torch.float32}
 """In which every value is exact."""
-SEEDS = st.integers(0, 2**32 - 1)
-KINDS = ("bits", "ordinary", "positive", "denormal", "outlier", "zeros")
+TURNS = st.integers(0, 2**32 - 1)
+VALUES = st.tuples(TURNS, st.sampled_from(Magnitudes), st.sampled_from(["any", "positive", "zeros"]))
 
 
-def values_of(seed: int, kind: str, numel: int) -> torch.Tensor:
-    """Return fp32 values; those of kind `bits` are any numbers, NaN and Inf among them."""
-    rng = np.random.default_rng(seed)
-    if kind == "bits":
-        return torch.from_numpy(rng.integers(0, 2**32, numel, np.uint32).view(np.float32))
-    values = (rng.standard_normal(numel) * 10.0 ** rng.integers(-9, 3)).astype(np.float32)
-    if kind in ("positive", "outlier"):
+def values_of(drawn: tuple[int, Magnitudes, str], numel: int) -> torch.Tensor:
+    seed, kind, signs = drawn
+    values = random_array(np.random.default_rng(seed), numel, kind, np.float32)
+    if signs == "positive":
         values = np.abs(values)
-    if kind == "denormal":
-        values = (values * np.float32(1e-40)).astype(np.float32)
-    if kind == "outlier" and numel:
-        values[rng.integers(0, numel)] = 1e20
-    if kind == "zeros":
-        values[:] = 0.0
-        values[::7] = -0.0
+    elif signs == "zeros":
+        values = np.copysign(np.float32(0), values)
     return torch.from_numpy(values)
 
 
@@ -52,14 +47,9 @@ def expected_of(key: str, values: torch.Tensor, turn: int) -> tuple[np.ndarray, 
 
 
 @pytest.mark.parametrize("key", ENCODINGS)
-@given(
-    seed=SEEDS,
-    kind=st.sampled_from(KINDS),
-    blocks=st.integers(0, 3),
-    turn=SEEDS,
-)
-def test_encodes_and_decodes_as_the_kernels(key: str, seed: int, kind: str, blocks: int, turn: int) -> None:
-    encoding, values = ENCODINGS[key], values_of(seed, kind, 64 * blocks)
+@given(drawn=VALUES, blocks=st.integers(0, 3), turn=TURNS)
+def test_encodes_and_decodes_as_the_kernels(key: str, drawn: Any, blocks: int, turn: int) -> None:
+    encoding, values = ENCODINGS[key], values_of(drawn, 64 * blocks)
     first, second = planes(encoding, 64 * blocks)
     encoding.encode(values, first, second, turn)
     high, low = expected_of(key, values, turn)
@@ -76,10 +66,10 @@ def test_encodes_and_decodes_as_the_kernels(key: str, seed: int, kind: str, bloc
 
 @pytest.mark.parametrize("key", ENCODINGS)
 @settings(max_examples=settings.default.max_examples // 4)
-@given(seed=SEEDS, kind=st.sampled_from(KINDS), turn=SEEDS)
-def test_what_was_shown_is_stored_as_it_was(key: str, seed: int, kind: str, turn: int) -> None:
+@given(drawn=VALUES, turn=TURNS)
+def test_what_was_shown_is_stored_as_it_was(key: str, drawn: Any, turn: int) -> None:
     """Also where more than one part is converted."""
-    encoding, values = ENCODINGS[key], values_of(seed, kind, compact._PART + 128)
+    encoding, values = ENCODINGS[key], values_of(drawn, compact._PART + 128)
     first, second = planes(encoding, len(values))
     encoding.encode(values, first, second, turn)
     shown = torch.empty(len(values), dtype=DTYPES[key])

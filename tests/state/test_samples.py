@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -335,15 +334,6 @@ def through_numpy(parameter: Tensor, values: Tensor) -> None:
     memory_of(parameter)[...] = memory_of(values)
 
 
-def from_another_process(parameter: Tensor, values: Tensor) -> None:
-    target, source = memory_of(parameter), memory_of(values)
-    child = os.fork()
-    if not child:
-        target[...] = source
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +403,7 @@ NOT_SAVED = (clamp_of_few, row_in_the_middle)
 
 def run_of(body: Callable[..., None], where: str, write: Write, *, reloads: bool = False) -> dict[str, Any]:
     model, kept = Net(), dict[str, list[Tensor]]()
-    if write is from_another_process:
+    if write is through_numpy:  # as from another process
         model.share_memory()
     optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.02, max_grad_norm=50.0)
     with optional_scheduler(optimizer, model, where):
@@ -430,7 +420,7 @@ def run_of(body: Callable[..., None], where: str, write: Write, *, reloads: bool
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("where", [*DEVICES, "kept"])
-@pytest.mark.parametrize("write", [through_data, through_numpy, from_another_process])
+@pytest.mark.parametrize("write", [through_data, through_numpy])
 @pytest.mark.parametrize("body", [*SAVED, *NOT_SAVED])
 def test_uncounted_writes_are_found_or_need_reload_masters(body, write, where):
     """Programs end in the bits of counted writes, or need `reload_masters()` for that."""

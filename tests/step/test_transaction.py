@@ -15,11 +15,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support import formula
-from support.optimizers import DTYPES, through_disk
+from support.optimizers import DTYPES
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, random_array
-from support.visible import are_taken, bits
+from support.visible import are_taken, bits, parameters_of
 
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind
@@ -102,25 +101,23 @@ class SpeculativeRun(RuleBasedStateMachine):
             self.patch.setattr(PlainDevice, "is_host", lambda device, parameter: False)
         made = [one for _, parameters in groups for one in parameters]
         seeds = iter(range(100))
-        self.groups = [
+        made_groups = [
             {**options, "params": [make_parameter(*one, next(seeds)) for one in parameters]}
             for options, parameters in groups
         ]
-        for group in self.groups if moments == "8bit" else ():
+        for group in made_groups if moments == "8bit" else ():
             group["amsgrad"] = False
         self.storage = {"moments": moments, "master": master}
-        self.optimizer = SpeculativeCPUAdam(self.groups, max_grad_norm=limit, **self.storage)
+        self.optimizer = SpeculativeCPUAdam(made_groups, max_grad_norm=limit, **self.storage)
         self.reference = Synchronous(self.parameters, **self.storage)
         self.plain = [make_parameter(*one, seed) for seed, one in enumerate(made)]
         self.held: list[torch.Tensor] = []
-        self.limit_of_next_step: float | None = None
         for seed in range(steps):  # the first of which makes the state that speculation needs
             self.train(Magnitudes.ORDINARY, seed, 1.0, 0, is_stepped=True)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        groups = self.optimizer.param_groups if hasattr(self, "optimizer") else self.groups
-        return [parameter for group in groups for parameter in group["params"]]
+        return parameters_of(self.optimizer)
 
     @property
     def hyper(self) -> list[Hyperparameters]:
@@ -182,7 +179,6 @@ class SpeculativeRun(RuleBasedStateMachine):
     def zero_gradients(self, set_to_none: bool, through_optimizer: bool) -> None:
         if through_optimizer:
             self.optimizer.zero_grad(set_to_none)
-            self.limit_of_next_step = None
         for one in self.plain if through_optimizer else [*self.plain, *self.parameters]:
             if set_to_none:
                 one.grad = None
@@ -217,11 +213,9 @@ class SpeculativeRun(RuleBasedStateMachine):
         for _ in range(1 + twice):
             taken = [taken_of(parameter.grad) for parameter in self.parameters]
             are_scaled = any(one is not None and one.factors for one in taken)
-            limit = self.optimizer.max_grad_norm if self.limit_of_next_step is None else self.limit_of_next_step
-            self.limit_of_next_step = None
             (self.optimizer.step if through_step else self.optimizer.resolve)()
             gradients = {i: flat(one.grad, one) for i, one in enumerate(self.plain) if one.grad is not None}
-            kind, norm = self.reference.step(gradients, self.hyper, limit)
+            kind, norm = self.reference.step(gradients, self.hyper, self.optimizer.max_grad_norm)
             outcome = self.optimizer.last_outcome
             assert (outcome.kind is StepKind.SKIPPED) is (kind is StepKind.SKIPPED)
             if not are_scaled:  # else the outcome tells of those factors as well
@@ -238,16 +232,6 @@ class SpeculativeRun(RuleBasedStateMachine):
         self.optimizer.commit()
         if self.optimizer._binding.has_state:
             self.adopt()
-
-    @rule(limit=st.sampled_from([0.5, 1e9]))
-    def ask_for_the_norm(self, limit: float) -> None:
-        """It sets the limit of the coming step, and that is all."""
-        gradients = [flat(one.grad, one) for one in self.plain if one.grad is not None]
-        sums = [one for gradient in gradients for one in formula.chunk_sums(gradient).tolist()]
-        norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
-        told = self.optimizer.clip_grad_norm_(limit).item()
-        assert told == norm or (math.isnan(told) and math.isnan(norm))
-        self.limit_of_next_step = limit
 
     @rule(
         group=st.integers(0, 1), change=st.sampled_from(["lr", "weight_decay", "amsgrad", "maximize", "max_grad_norm"])
@@ -290,26 +274,10 @@ class SpeculativeRun(RuleBasedStateMachine):
             parameter.copy_(parameter.sign())
             parameter.copy_(kept)
 
-    @rule(is_saved=st.booleans())
-    def copy_everything(self, is_saved: bool) -> None:
-        """Continue in a fresh model and optimizer, without the gradients."""
-        if is_saved:
-            model = [p.detach() for p in self.parameters]
-            saved = through_disk({"model": model, "optimizer": self.optimizer.state_dict()})
-            groups = [
-                {**group, "params": [torch.nn.Parameter(torch.randn_like(p)) for p in group["params"]]}
-                for group in self.optimizer.param_groups
-            ]
-            fresh = SpeculativeCPUAdam(groups, max_grad_norm=self.optimizer.max_grad_norm, **self.storage)
-            fresh.load_state_dict(saved["optimizer"])
-            with torch.no_grad():
-                for group in fresh.param_groups:
-                    for parameter in group["params"]:
-                        parameter.copy_(saved["model"].pop(0))
-            self.optimizer = fresh
-            self.limit_of_next_step = None
-        else:
-            self.optimizer = copy.deepcopy(self.optimizer)
+    @rule()
+    def copy_everything(self) -> None:
+        """Continue in a copy, without the gradients."""
+        self.optimizer = copy.deepcopy(self.optimizer)
         self.adopt()
         for one in self.plain:
             one.grad = None
@@ -336,8 +304,6 @@ class SpeculativeRun(RuleBasedStateMachine):
     @rule()
     def read_state(self) -> None:
         """The state is that of the last accepted step, also while speculation is open."""
-        if not hasattr(self, "optimizer"):
-            return
         state = self.optimizer.state
         self.adopt()
         for parameter, one in zip(self.parameters, self.reference.parameters, strict=True):
@@ -357,19 +323,17 @@ class SpeculativeRun(RuleBasedStateMachine):
 
     @invariant()
     def parameters_are_those_of_the_synchronous_run(self) -> None:
-        if hasattr(self, "optimizer"):
-            for i, (parameter, one) in enumerate(zip(self.parameters, self.reference.parameters, strict=True)):
-                assert same_bits(flat(parameter, parameter), one.shown), i
+        for i, (parameter, one) in enumerate(zip(self.parameters, self.reference.parameters, strict=True)):
+            assert same_bits(flat(parameter, parameter), one.shown), i
 
     @invariant()
     def gradients_are_those_of_torch(self) -> None:
-        if hasattr(self, "optimizer"):
-            before = are_taken(self.optimizer)
-            for i, (parameter, plain) in enumerate(zip(self.parameters, self.plain, strict=True)):
-                assert (parameter.grad is None) is (plain.grad is None), i
-                if plain.grad is not None:
-                    assert bits(parameter.grad) == bits(plain.grad), i
-            assert are_taken(self.optimizer) == before  # looking gives nothing back
+        before = are_taken(self.optimizer)
+        for i, (parameter, plain) in enumerate(zip(self.parameters, self.plain, strict=True)):
+            assert (parameter.grad is None) is (plain.grad is None), i
+            if plain.grad is not None:
+                assert bits(parameter.grad) == bits(plain.grad), i
+        assert are_taken(self.optimizer) == before  # looking gives nothing back
 
     def teardown(self) -> None:
         if hasattr(self, "optimizer"):

@@ -1,9 +1,11 @@
 """A scheduler at its worst timing, small models, and the same training with and without overlap."""
 
+import contextlib
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -160,6 +162,17 @@ def fail_at(
     patch.setattr(owner, name, failing)
 
 
+def slow_down(patch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float) -> None:
+    """Let each call of a function sleep first."""
+    original = getattr(owner, name)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return original(*arguments, **options)
+
+    patch.setattr(owner, name, slow)
+
+
 class RaiseInBackward(torch.autograd.Function):
     """The identity, whose backward raises an error like the one that it was given."""
 
@@ -221,3 +234,15 @@ def train(
         loss(model, seed).backward()
         optimizer.step()
     optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def overlapped(
+    dtype: torch.dtype = torch.float32, *, steps: int = 0, max_grad_norm: float | None = 20.0, **options: Any
+) -> Iterator[tuple[nn.Sequential, SpeculativeCPUAdam, OffloadScheduler]]:
+    """Yield a small model, its optimizer, and a scheduler with these options, as `eager` makes it, after some steps."""
+    model = mlp(dtype)
+    optimizer = adam(model, max_grad_norm=max_grad_norm)
+    with eager(optimizer, model, **options) as scheduler:
+        train(model, optimizer, range(steps))
+        yield model, optimizer, scheduler

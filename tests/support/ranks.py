@@ -1,12 +1,12 @@
 """Runs a test on several ranks that talk through gloo, in processes that stay for the next tests of a file."""
 
 import atexit
-import contextlib
 import ctypes
 import functools
 import gc
 import importlib.util
 import inspect
+import itertools
 import multiprocessing
 import os
 import signal
@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -63,44 +62,18 @@ class _Worker:
         theirs.close()
 
 
-@functools.cache
-def _parent(path: str) -> _Worker:
-    """Return what ranks of a file's tests are forked from: a process that has imported it."""
-    return _Worker(_fork, path)
+_ranks: list[_Worker] = []
+
+MOST_RUNS = 8
+"""Of processes that stay: gloo's threads outlive their groups, and go on looking for something to do."""
+
+_runs = itertools.count(1)
 
 
-class _Rank:
-    def __init__(self, path: str) -> None:
-        self.connection, theirs = _processes.Pipe()
-        parent = _parent(path)
-        reduction.send_handle(parent.connection, theirs.fileno(), parent.process.pid)
-        self.pid: int = parent.connection.recv()
-        theirs.close()
-
-
-_ranks: list[_Rank] = []
-
-MOST_THREADS = 24
-"""Of a process that stays: gloo's threads outlive their groups, and go on looking for something to do."""
-
-
-def end_workers() -> None:
+def end_workers(first: int = 0) -> None:
     """End the processes that stay."""
-    _end()
-    _parent.cache_clear()
-
-
-def _end(first: int = 0) -> None:
     while len(_ranks) > first:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(_ranks.pop().pid, signal.SIGKILL)
-
-
-def _threads_of(rank: _Rank) -> int:
-    try:
-        return len(os.listdir(f"/proc/{rank.pid}/task"))
-    except OSError:  # not on Linux, or it has ended
-        return 0
+        _ranks.pop().process.kill()
 
 
 def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
@@ -112,7 +85,7 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
         RankError: on a rank, something was raised, or it hung.
     """
     while len(_ranks) < ranks:
-        _ranks.append(_Rank(inspect.getfile(work)))
+        _ranks.append(_Worker(_serve))
     here = _ranks[:ranks]
     with tempfile.TemporaryDirectory() as folder:
         for rank, worker in enumerate(here):
@@ -131,9 +104,9 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
                 results[left.pop(connection)] = _received(connection)
     ended = [rank for rank in range(ranks) if results[rank] == ENDED or isinstance(results[rank], RankError)]
     if ended:
-        _end(ended[0])  # the later ones, too: torch remembers which rank a process was
-    if max(map(_threads_of, _ranks), default=0) > MOST_THREADS:
-        _end()
+        end_workers(ended[0])  # the later ones, too: torch remembers which rank a process was
+    if next(_runs) % MOST_RUNS == 0:
+        end_workers()
     failures = [f"rank {rank}: {result}" for rank, result in sorted(results.items()) if isinstance(result, RankError)]
     if failures:
         raise RankError("\n".join(failures))
@@ -238,6 +211,7 @@ def _module(path: str) -> Any:
     spec: Any = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    gc.freeze()  # collections pass over what was imported
     return module
 
 
@@ -276,23 +250,6 @@ def _be_a_program(connection: Connection) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     os._exit(status)
-
-
-def _fork(connection: Connection, path: str) -> None:
-    """Import a file, and fork a process for each end of a pipe that comes."""
-    _module(path)
-    gc.freeze()  # collections pass over what was imported
-    while True:
-        try:
-            theirs = reduction.recv_handle(connection)
-        except EOFError:
-            os._exit(0)
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _serve(Connection(theirs))
-        os.close(theirs)
-        connection.send(pid)
 
 
 def _serve(connection: Connection) -> None:
