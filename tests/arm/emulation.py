@@ -52,21 +52,13 @@ class Cpu(enum.Enum):
 
 @dataclass(frozen=True)
 class EmulatedJob:
-    """A job and how `runner.c` is to run it.
-
-    Args:
-        job: its arrays are what the job begins with.
-        threads: at most this number of threads.
-        stream: let the kernels store past the caches, which `superadam_run` does only from 4 Mi elements on.
-        at_end: the inaccessible page follows each array; otherwise it precedes it.
-        fpcr: the floating-point control register of the caller.
-    """
+    """A job, with the arrays that it begins with, and how `runner.c` is to run it."""
 
     job: Job
-    threads: int = 1
-    stream: bool = False
-    at_end: bool = False
-    fpcr: int = 0
+    threads: int = 1  # at most
+    stream: bool = False  # whether kernels store past the caches, which `superadam_run` does from 4 Mi elements on
+    at_end: bool = False  # whether the inaccessible page follows each array; else it precedes it
+    fpcr: int = 0  # the floating-point control register of the caller
 
 
 def write_jobs(path: Path, jobs: Sequence[EmulatedJob]) -> None:
@@ -147,7 +139,6 @@ def build() -> Path:
 
 
 def disassemble(path: Path) -> Iterator[str]:
-    """Yield the text of each instruction in an aarch64 object."""
     disassembler = capstone.Cs(capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM)
     disassembler.skipdata = True
     with path.open("rb") as file:

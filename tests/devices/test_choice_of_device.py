@@ -45,11 +45,6 @@ def test_models_on_several_are_refused(devices):
         device_for(parameters(*devices))
 
 
-def test_real_parameters_are_asked_for_where_they_lie():
-    assert type(device_for(torch.nn.Linear(2, 2).parameters())) is PlainDevice
-    assert type(device_for(torch.nn.Linear(2, 2, device="meta").parameters())) is PlainDevice
-
-
 def test_names_of_the_package():
     assert all(getattr(superadam.devices, name) for name in superadam.devices.__all__)
     with pytest.raises(AttributeError, match="no attribute 'RocmDevice'"):

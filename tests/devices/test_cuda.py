@@ -33,9 +33,9 @@ GPUS = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.
 ROOM = 1 << 22
 
 
-def where_there_are(name: str, values: list[str]) -> Callable[[Callable[..., None]], Callable[..., None] | None]:
-    """Return what makes a test for each value, or nothing that pytest could collect where there is none."""
-    return lambda test: pytest.mark.parametrize(name, values)(test) if values else None
+def on_each_gpu(test: Callable[..., None]) -> Callable[..., None] | None:
+    """Return a test of each GPU, or nothing that pytest could collect where there is none."""
+    return pytest.mark.parametrize("gpu", GPUS)(test) if GPUS else None
 
 
 @pytest.fixture
@@ -91,13 +91,9 @@ def test_sources_may_lie_in_memory_of_the_host(device, numel):
     """Pinned as far as it was reserved, and pageable beyond; the parameter may lie on the host as well."""
     host = device.host_empty(numel, torch.float32)
     host.copy_(torch.arange(float(numel)))
-    there = torch.arange(3.0, device=device.device)
-    targets = [
-        torch.zeros(30, device=device.device),
-        torch.zeros(20),
-        torch.zeros(3),
-        torch.zeros(3, device=device.device),
-    ]
+    where = device.device
+    there = torch.arange(3.0, device=where)
+    targets = [torch.zeros(30, device=where), torch.zeros(20), torch.zeros(3), torch.zeros(3, device=where)]
     versions = [target._version for target in targets]
     device.scatter([host[:30], host[-20:], there, there], targets)
     device.record(Stream.CURRENT).synchronize()
@@ -295,7 +291,7 @@ def test_torch_may_not_tell_where_the_device_is_and_offloading_within_one_memory
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------
 
 
-@where_there_are("gpu", GPUS)
+@on_each_gpu
 def test_reserved_memory_is_pinned_for_torch(gpu):
     device = CudaDevice(gpu)
     device.reserve(HostNeeds(pending=1 << 20, largest=1 << 16))
@@ -306,7 +302,7 @@ def test_reserved_memory_is_pinned_for_torch(gpu):
     device.close()
 
 
-@where_there_are("gpu", GPUS)
+@on_each_gpu
 def test_kernels_read_pinned_memory_of_the_host(gpu):
     targets = [torch.zeros(100, device=gpu), torch.zeros(5, device=gpu)]
     for implementation in BACKENDS:
@@ -318,7 +314,7 @@ def test_kernels_read_pinned_memory_of_the_host(gpu):
             target.zero_()
 
 
-@where_there_are("gpu", GPUS)
+@on_each_gpu
 def test_a_refusal_of_the_driver_is_forgotten(gpu):
     registrar = CudaRegistrar(torch.device(gpu))
     slab = Slab(1 << 16, registrar)
@@ -334,7 +330,7 @@ def keep_busy() -> None:
     torch.cuda._sleep(200_000_000)
 
 
-@where_there_are("gpu", GPUS)
+@on_each_gpu
 def test_waiting_sleeps_until_the_device_is_there(gpu):
     device = CudaDevice(gpu)
     device.reserve(HostNeeds(pending=1 << 26, largest=1 << 20))
@@ -354,7 +350,7 @@ def test_waiting_sleeps_until_the_device_is_there(gpu):
     device.close()
 
 
-@where_there_are("gpu", GPUS)
+@on_each_gpu
 def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_until_then(gpu):
     device, side = CudaDevice(gpu), torch.cuda.Stream(gpu)
     parameter = nn.Parameter(torch.zeros(1 << 20, device=gpu))
@@ -373,7 +369,7 @@ def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_unt
     assert (packed == 1).all()
 
 
-@where_there_are("gpu", GPUS)
+@on_each_gpu
 @pytest.mark.parametrize("kind", [PlainDevice, CudaDevice])
 def test_gradient_that_is_copied_to_the_host_is_there_once_it_was_waited_for(kind, gpu):
     """As FSDP2 copies it before torch 2.13, whatever hooks there are."""

@@ -3,10 +3,8 @@
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -261,34 +259,6 @@ def test_what_is_written_to_memory_that_was_freed_is_told() -> None:
 PARAMETER = nn.Parameter(torch.zeros(3))
 
 
-class Module:
-    """Stands for `torch.cuda`: writes what was asked of it, and with which current device."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self.is_used = False
-        self.current = 3
-
-    def is_initialized(self) -> bool:
-        return self.is_used
-
-    def current_device(self) -> int:
-        return self.current
-
-    @contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        before, self.current = self.current, index
-        yield
-        self.current = before
-
-    def Event(self, **options: bool) -> SimpleNamespace:  # noqa: N802
-        def noted(name: str) -> Callable[[], bool]:
-            return lambda: self.log.append((name, self.current)) is not None
-
-        self.log.append(("make", options))
-        return SimpleNamespace(**{name: noted(name) for name in ("record", "query", "synchronize")})
-
-
 def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert PlainDevice().mark_ready(PARAMETER) is None
@@ -296,18 +266,23 @@ def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "options"), [("cuda", {"blocking": True}), ("xpu", {})])
 def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_records_them(kind, options, monkeypatch):
-    module = Module()
+    module, entered = mock.MagicMock(**{"is_initialized.return_value": False, "current_device.return_value": 3}), []
+    module.device.side_effect = lambda index: mock.patch.object(module, "entered", index)
+    for name in ("record", "query", "synchronize"):
+        getattr(module.Event.return_value, name).side_effect = lambda name=name: entered.append((name, module.entered))
+    module.entered = 3
     monkeypatch.setattr(torch.accelerator, "current_accelerator", functools.partial(torch.device, kind))
     monkeypatch.setattr(torch, kind, module)
     device = PlainDevice()
     assert device.mark_ready(PARAMETER) is None  # recording would make a context
-    module.is_used = True
+    module.is_initialized.return_value = True
     event = device.mark_ready(PARAMETER)
-    module.current = 0  # of the worker's thread
+    module.Event.assert_called_once_with(**options)
+    module.entered = 0  # of the worker's thread
     assert event.query() is False
     event.synchronize()
-    assert module.log == [("make", options), ("record", 3), ("query", 3), ("synchronize", 3)]
-    assert module.current == 0
+    assert entered == [("record", 3), ("query", 3), ("synchronize", 3)]
+    assert module.entered == 0
 
 
 def test_several_events_pass_with_the_last():

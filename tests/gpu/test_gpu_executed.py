@@ -389,14 +389,11 @@ def over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]
 
 @pytest.fixture(scope="module")
 def compilers(request, tmp_path_factory):
-    requests = [REQUESTS[one.callspec.id] for one in request.session.items if is_case(one)]
-    compilers = Compilers([*dict.fromkeys([*requests, *VAST.values()])], tmp_path_factory.mktemp("triton"))
+    cases = [one.callspec.id for one in request.session.items if hasattr(one, "callspec")]
+    requests = [*(REQUESTS[one] for one in cases if one in REQUESTS), *VAST.values()]
+    compilers = Compilers([*dict.fromkeys(requests)], tmp_path_factory.mktemp("triton"))
     yield compilers
     compilers.close()
-
-
-def is_case(item: Any) -> bool:
-    return item.module.__name__ == __name__ and hasattr(item, "callspec") and item.callspec.id in REQUESTS
 
 
 @pytest.fixture
@@ -407,8 +404,6 @@ def variant(request, compilers):
 
 
 def check_over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]]) -> Callable[..., None]:
-    """Return the test that checks variants for some targets."""
-
     @over(targets, kernel, variants)
     def test(variant: tuple[Request, Code]) -> None:
         check(*variant)

@@ -17,7 +17,7 @@ from support.gpu_arrays import BACKENDS, DEVICE, Launches, asked_for, needs_trit
 from support.gpu_checks import check_pack, stored_gradient, telling
 from support.intervals import HALVES
 from support.kernel_arrays import HALVES_AND_FLOAT32
-from support.strategies import Magnitudes, magnitudes
+from support.strategies import Magnitudes
 
 from superadam import gpu
 from superadam.gpu import Backend, backend, choice, language, pack
@@ -43,7 +43,7 @@ def test_packing_has_the_bits_of_the_cpu(data):
     sources = [link] if link is Dtype.FLOAT64 else data.draw(st.sampled_from([[link], HALVES_AND_FLOAT32]), "sources")
     lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=5), "lengths")
     dtypes = [data.draw(st.sampled_from(sources)) for _ in lengths]
-    kinds = [data.draw(magnitudes()) for _ in lengths]
+    kinds = [data.draw(st.sampled_from(Magnitudes)) for _ in lengths]
     seeds, sprinkle = st.integers(0, 2**32 - 1), st.booleans()
     stored = [
         stored_gradient(data.draw(seeds), length, kind, dtype, data.draw(sprinkle))

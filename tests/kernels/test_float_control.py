@@ -32,7 +32,6 @@ def control_register() -> int:
 
 
 SETTINGS = (flushed_denormals, rounded_upward)
-EACH_SETTING = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
 LOST_WHEN_FLUSHED = [Magnitudes.TINY, Magnitudes.TINY, Magnitudes.WIDE]
 
 
@@ -65,18 +64,7 @@ def test_bits_do_not_depend_on_the_setting_with_several_threads():
     check_under_each_setting(Job(Pass.UPDATE, [segment], sets), threads=3)
 
 
-@EACH_SETTING
-def test_ordered_sum_does_not_depend_on_the_setting(setting):
-    values = np.array([5e-324, 3e-310, 1e-320])
-    expected = native.ordered_sum(values)
-    with setting():
-        under = native.ordered_sum(values)
-        inexact = native.ordered_sum(np.array([1.0, 2.0**-60]))
-    assert (under, inexact) == (expected, 1.0)
-    assert expected == 5e-324 + 3e-310 + 1e-320
-
-
-@EACH_SETTING
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
 def test_the_usual_mode_is_recognized_and_restored(setting):
     usual = control_register()
     assert native.is_float_mode_usual()

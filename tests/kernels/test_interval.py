@@ -19,7 +19,6 @@ from superadam.kernels.hyperparameters import Coefficients, Interval
 from superadam.kernels.native import Dtype, Flag, Format, Pass
 
 ORDINARY = dataclasses.replace(USUAL, lr=1e-5)
-EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.name)
 
 
 def values_at(case: Case, factor: float, *, rounds: bool, is_cut: bool) -> np.ndarray:
@@ -111,7 +110,7 @@ def test_a_list_that_is_too_short_says_how_long_it_would_be():
         assert listing.count == len(expected["index"]) > 100, isa
 
 
-@EACH_HALF
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_listed_elements_are_patched_with_another_factor(dtype, form):
     """A pass over two long lists, with the verdict's factor, makes the published values those of that factor."""

@@ -133,13 +133,10 @@ def _fresh_choices(monkeypatch):
     monkeypatch.delenv("SUPERADAM_THREADS", raising=False)
 
 
-def test_scalar_is_always_available_and_last():
+def test_the_best_isa_is_the_default_and_scalar_the_last():
+    assert superadam.active_isa() == superadam.available_isas()[0]
     assert superadam.available_isas()[-1] == "scalar"
     assert native.known_isas()["scalar"] == "runnable"
-
-
-def test_the_best_isa_is_the_default():
-    assert superadam.active_isa() == superadam.available_isas()[0]
 
 
 def test_the_environment_forces_an_isa(isa, monkeypatch, caplog):
@@ -209,10 +206,17 @@ def test_a_bad_number_of_threads_raises(count):
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats()))
-@example([1e100, 1.0, -1e100])  # a sum that compensates is 1
-def test_ordered_sum_adds_in_order(values):
-    ours, expected = native.ordered_sum(np.array(values)), formula.ordered_sum(np.array(values))
+MODES = (nullcontext, flushed_denormals, rounded_upward)
+
+
+@given(st.lists(st.floats()), st.sampled_from(MODES))
+@example([1e100, 1.0, -1e100], nullcontext)  # a sum that compensates is 1
+@example([5e-324, 3e-310, 1e-320], flushed_denormals)
+@example([1.0, 2.0**-60], rounded_upward)
+def test_ordered_sum_adds_in_order_whatever_the_floating_point_mode(values, mode):
+    expected = formula.ordered_sum(np.array(values))
+    with mode():
+        ours = native.ordered_sum(np.array(values))
     assert np.array_equal([ours], [expected], equal_nan=True)
 
 
@@ -247,7 +251,7 @@ GROUPS = (HYPER, replace(HYPER, lr=1e-2))
     lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=4),
     limit=st.sampled_from([math.inf, 0.0, 1e-3, 1.0, 1e3]),
     bad=st.lists(st.sampled_from([math.inf, -math.inf, math.nan, 3e38]), max_size=1),
-    mode=st.sampled_from([nullcontext, flushed_denormals, rounded_upward]),
+    mode=st.sampled_from(MODES),
     isa=st.sampled_from(superadam.available_isas()),
 )
 @example(lengths=[5000, 9000], limit=0.0, bad=[], mode=nullcontext, isa="scalar")

@@ -5,6 +5,7 @@ import itertools
 import sys
 import tracemalloc
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,8 +84,8 @@ def test_only_an_ordinary_gradient_has_an_address(kind, monkeypatch):
     for parameter in parameters:
         parameter.grad_dtype = None
         parameter.grad = torch.ones(2, 3)
-    if kind in ("of another shape", "without memory"):
-        parameters[1] = Holding(GRADIENTS[kind](torch.ones(2, 3)))
+    if kind in ("of another shape", "without memory"):  # which torch would not take
+        parameters[1] = SimpleNamespace(grad=GRADIENTS[kind](torch.ones(2, 3)))
     else:
         parameters[1].grad = GRADIENTS[kind](torch.ones(2, 3))
     gradients, addresses, present, plain = gradients_of(parameters, layouts)
@@ -99,13 +100,6 @@ def test_only_an_ordinary_gradient_has_an_address(kind, monkeypatch):
     for found, addresses, counted, few in (unreached, gradients_of(parameters, layouts)):
         assert (len(found), counted, few) == (3, present, 0)
         assert addresses.tolist() == [0] * 3
-
-
-class Holding:
-    """Has a gradient that torch would not take."""
-
-    def __init__(self, gradient: Tensor | None) -> None:
-        self.grad = gradient
 
 
 def test_both_ways_find_the_same(monkeypatch):
@@ -135,8 +129,7 @@ def test_both_ways_find_the_same(monkeypatch):
     assert rows.tolist() == [2, *[-7] * (len(tensors) - 1)]
 
 
-METHODS = (Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg)
-NAMES = (Tensor, *METHODS, "_cdata", "_version", "grad")
+NAMES = (Tensor, Tensor.untyped_storage, torch.UntypedStorage.nbytes, Tensor.is_neg, "_cdata", "_version", "grad")
 
 
 def test_an_array_of_another_length_is_refused():
@@ -194,8 +187,6 @@ def test_a_parameter_whose_gradient_cannot_be_read_is_told() -> None:
 
 
 class Refusing(TorchFunctionMode):
-    """Does not let anybody ask whether a tensor is negated."""
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.is_neg:
             raise NotImplementedError("who asks?")

@@ -35,7 +35,6 @@ from superadam.kernels import torch_private
 pytestmark = pytest.mark.slow
 
 ROOT = Path(superadam.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
 
 # -- where names stand -------------------------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ def foreign(tree: ast.AST, own: set[str]) -> set[str]:
     return set(filter(PRIVATE.fullmatch, found))
 
 
-TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
+TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 OWN = defined(TREES.values())
 
 
@@ -579,7 +578,6 @@ def test_torch_still_does_what_is_relied_on(path, one_rank):
 
 @pytest.fixture(scope="module")
 def runs():
-    """Return what came out of training with and without names."""
     command = [sys.executable, without_names.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

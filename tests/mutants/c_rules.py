@@ -50,7 +50,6 @@ def parts_of(code: str, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def mutants_of_c(file: str, source: bytes) -> list[Mutant]:
-    """Return all mutants of a file, in the order of their places."""
     text = source.decode("latin-1")  # a character for each byte
     code = blank(HIDDEN, text)
     scopes = [(match.start(), match.end(), match["macro"] or match["function"]) for match in SCOPE.finditer(code)]
@@ -72,9 +71,8 @@ def mutants_of_c(file: str, source: bytes) -> list[Mutant]:
         value = match[1] and int(match[1], 0)
         for other in (f"({match[0]} + 1)", f"({match[0]} - 1)") if value is None else {value + 1, abs(value - 1)}:
             add("shift-constant", *match.span(), f"{other}{match[2] or ''}")
-    for match in re.finditer(
-        r"(?<= )[^\w\s]+(?=\s)|\+\+|--", code
-    ):  # signs and stars of pointers stand next to what they are of
+    # Signs, and stars of pointers, stand next to what they are of.
+    for match in re.finditer(r"(?<= )[^\w\s]+(?=\s)|\+\+|--", code):
         for rule, others in SWAPS.items():
             if match[0] in others:
                 add(rule, *match.span(), others[match[0]])
@@ -91,8 +89,7 @@ def mutants_of_c(file: str, source: bytes) -> list[Mutant]:
             for one, two in itertools.pairwise(parts_of(code, *match.span(2))):
                 exchange("exchange-arguments", one, two)
     for match in STATEMENT.finditer(code):
-        if re.search(r"(?:[;{}):]|\belse)\s*\Z", code[max(match.start() - 200, 0) : match.start(1)]) and scope_of(
-            match.start(1)
-        ):
+        before = code[max(match.start() - 200, 0) : match.start(1)]
+        if re.search(r"(?:[;{}):]|\belse)\s*\Z", before) and scope_of(match.start(1)):
             add("drop-call" if match[1][-1] == ")" and "=" not in match[1] else "drop-statement", *match.span(1), "")
     return sorted(found)

@@ -15,23 +15,15 @@ SWAPS = {"swap-comparison": COMPARISONS, "swap-operator": OPERATORS}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mutant:
-    """A replacement of the bytes [start, end) of a file.
+    """A replacement of the bytes [start, end) of a file."""
 
-    Attributes:
-        file: path from the root of the repository.
-        source: the whole file, in UTF-8.
-        new: what takes the place of the bytes.
-        rule: name of the rule, such as `drop-call`.
-        function: qualified name of the function, class or macro around it; empty outside of all.
-    """
-
-    file: str
-    source: bytes
+    file: str  # path from the root of the repository
+    source: bytes  # of the whole file, in UTF-8
     start: int
     end: int
     new: bytes
-    rule: str
-    function: str
+    rule: str  # such as `drop-call`
+    function: str  # qualified name of the function, class or macro around it; empty outside of all
 
     @property
     def text(self) -> bytes:

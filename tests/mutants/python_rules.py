@@ -42,22 +42,15 @@ def operands_of(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Compare):
         return [node.left, *node.comparators]
     if isinstance(node, ast.BinOp):
-        is_text = any(
-            isinstance(one, (ast.JoinedStr, ast.Constant)) and not is_number(one) for one in (node.left, node.right)
-        )
-        return [] if is_text else [node.left, node.right]
-    return (
-        node.values
-        if isinstance(node, ast.BoolOp)
-        else [node.target, node.value]
-        if isinstance(node, ast.AugAssign)
-        else []
-    )
+        both = [node.left, node.right]
+        is_text = any(isinstance(one, (ast.JoinedStr, ast.Constant)) and not is_number(one) for one in both)
+        return [] if is_text else both
+    if isinstance(node, ast.AugAssign):
+        return [node.target, node.value]
+    return node.values if isinstance(node, ast.BoolOp) else []
 
 
 class Rules(ast.NodeVisitor):
-    """Collects the mutants of a file."""
-
     def __init__(self, file: str, source: bytes) -> None:
         self.file, self.source, self.found = file, source, list[Mutant]()
         self.scope: list[ast.FunctionDef | ast.ClassDef] = []  # around the present node

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from check_wheel import MODULES
-from mutants.run import EXTENSIONS, equivalents, mirror_of, mutants_in, sources
+from mutants.run import EXTENSIONS, equivalents, mutants_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENTS = equivalents(ROOT)
@@ -17,12 +17,6 @@ EQUIVALENTS = equivalents(ROOT)
 def test_each_entry_of_the_list_has_a_mutant(file: str) -> None:
     keys = {mutant.key for mutant in mutants_in(file, (ROOT / file).read_bytes())}
     assert [key for key in EQUIVALENTS if key[0] == file and key not in keys] == []  # else the entry is to be deleted
-
-
-def test_every_source_has_tests() -> None:
-    assert all((ROOT / test).is_file() for file in sources(ROOT) for test in mirror_of(ROOT, file) or ["none"])
-    assert "tests/host/test_signals.py" in mirror_of(ROOT, "cpu/signals.c")
-    assert "tests/devices/test_simulated.py" in mirror_of(ROOT, "superadam/testing/simulated.py")
 
 
 def test_a_copy_has_every_module_in_c() -> None:

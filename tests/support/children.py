@@ -87,6 +87,5 @@ def killed_at(number: int, work: Callable[[], object]) -> None:
 
 
 def memory_of_process(name: str) -> int:
-    """Return an entry of /proc/self/status in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])

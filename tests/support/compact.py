@@ -112,7 +112,6 @@ def encode(values: State, turn: int, form: Format, phase: int = 0) -> State:
 
 
 def decode(stored: State, form: Format) -> State:
-    """Return the float32 values that a segment's arrays hold."""
     values = {name: stored[name] for name in ("master", *MOMENTS) if name in stored}
     for name in MOMENTS:
         if name in values and Format.MOMENTS_BFLOAT16 in form:

@@ -29,18 +29,12 @@ Code = enum.IntEnum("Code", {"SUCCESS": 0, "MEMORY_ALLOCATION": 2})
 
 
 class FakeCuda:
-    """Streams by name, and what was asked of them, in order.
-
-    Attributes:
-        log: each call as words.
-        registered: size by address.
-        refuses: whether the runtime refuses to pin.
-    """
+    """Streams by name, and what was asked of them, in order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
-        self.registered: dict[int, int] = {}
-        self.refuses = False
+        self.registered: dict[int, int] = {}  # size by address
+        self.refuses = False  # to pin
         self._local = threading.local()
 
     def new_stream(self, device: object, priority: int = 0) -> FakeStream:

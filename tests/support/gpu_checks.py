@@ -21,15 +21,10 @@ from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ARRAYS
 
 
-def dtypes_of(segment: Segment) -> dict[str, torch.dtype]:
-    real = torch.float64 if segment.gradient_dtype is Dtype.FLOAT64 else torch.float32
-    state = stored_dtypes(real, segment.format)
-    arrays = {"gradient": TORCH_DTYPES[segment.gradient_dtype], "out": TORCH_DTYPES[segment.out_dtype]}
-    return {**arrays, **state, "max_exp_avg_sq": state["exp_avg"]}
-
-
 def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
-    dtypes = dtypes_of(segment)
+    dtypes = stored_dtypes(torch.float64 if segment.gradient_dtype is Dtype.FLOAT64 else torch.float32, segment.format)
+    dtypes |= {"gradient": TORCH_DTYPES[segment.gradient_dtype], "out": TORCH_DTYPES[segment.out_dtype]}
+    dtypes["max_exp_avg_sq"] = dtypes["exp_avg"]
     used = {name: array for name, array in segment.arrays.items() if name in dtypes}
     return {
         name: Placed(array.view.copy(), dtypes[name], starts[number % len(starts)])

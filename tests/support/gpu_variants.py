@@ -176,29 +176,18 @@ def noted_launches() -> Iterator[list[Launch]]:
 
 @dataclass(frozen=True)
 class Code:
-    """What a variant was compiled to.
+    """What a variant was compiled to."""
 
-    Attributes:
-        instructions: how often each occurs: names of PTX, or of amdgcn without the suffix for their encoding.
-        threads: of a program.
-        relaxed: operations in LLVM's IR that may be reassociated, contracted, or approximated.
-        keeps_denormals: False where the hardware's mode flushes them or does not round to nearest even.
-        spilled: bytes of registers that each thread keeps in memory.
-        ptx, shared: the text for NVIDIA's assembler, and bytes of memory that the threads of a program share.
-        constants: of the launch.
-    """
-
-    instructions: Counter[str]
-    threads: int
-    relaxed: int
-    keeps_denormals: bool
-    spilled: int
-    ptx: str
-    shared: int
-    constants: dict[str, Any]
+    instructions: Counter[str]  # how often each occurs: names of PTX, or of amdgcn without suffixes for their encoding
+    threads: int  # of a program
+    relaxed: int  # operations in LLVM's IR that may be reassociated, contracted, or approximated
+    keeps_denormals: bool  # False where the hardware's mode flushes them or does not round to nearest even
+    spilled: int  # bytes of registers that each thread keeps in memory
+    ptx: str  # for NVIDIA's assembler
+    shared: int  # bytes of memory that the threads of a program share
+    constants: dict[str, Any]  # of the launch
 
     def count(self, pattern: str) -> int:
-        """Return how many instructions match a regular expression from their beginning to their end."""
         return sum(number for name, number in self.instructions.items() if re.fullmatch(pattern, name))
 
     def count_pairs(self, pattern: str, pair: str) -> int:
@@ -272,12 +261,9 @@ def can_compile() -> bool:
 
 
 class Compilers:
-    """Compiles variants ahead of when they are asked for, in two processes at once.
+    """Compiles variants ahead of when they are asked for, in two processes at once, `together` in each.
 
-    Args:
-        requests: what will be asked for.
-        cache: an empty folder for Triton's files.
-        together: requests that one process answers.
+    The cache is an empty folder for Triton's files.
     """
 
     def __init__(self, requests: Sequence[Request], cache: Path, together: int = 64) -> None:

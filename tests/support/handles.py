@@ -8,8 +8,6 @@ from superadam.handles.taken_gradient import TakenGradient
 
 
 class Owner:
-    """Holds a parameter, as the optimizer's state of it does."""
-
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
 

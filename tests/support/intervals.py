@@ -133,12 +133,8 @@ def faint(draws: Draws) -> Kind:
     """The second moment is a denormal, and the denominator little more than its root."""
     v = draws.mixed(0.2, 0, draws.powers(-149, -120))
     g = draws.powers(-80, -60) * draws.signs() / draws.k.s
-    return (
-        g,
-        draws.mixed(0.3, draws.powers(-149, -120), draws.powers(-90, -50)) * draws.signs(),
-        v,
-        draws.powers(-3, 14),
-    )
+    m = draws.mixed(0.3, draws.powers(-149, -120), draws.powers(-90, -50)) * draws.signs()
+    return g, m, v, draws.powers(-3, 14)
 
 
 def huge(draws: Draws) -> Kind:

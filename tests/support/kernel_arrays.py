@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 from support import compact, formula
-from support.strategies import Magnitudes, coefficients, lengths, magnitudes, random_array
+from support.strategies import Magnitudes, coefficients, lengths, random_array
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
@@ -214,7 +214,6 @@ class Job:
                 placed.reset()
 
     def check_everywhere(self, threads: int = 1) -> None:
-        """Assert that every instruction set makes what the oracle does of the same arrays."""
         expected = self.expected()
         for isa in native.available_isas():
             self.reset()
@@ -228,21 +227,15 @@ def make_segment(
     gradient_dtype: Dtype,
     out_dtype: Dtype = Dtype.NONE,
     *,
-    kinds: Sequence[Magnitudes] = (Magnitudes.ORDINARY,),
-    offsets: Sequence[int] = (0,),
-    norm: bool = False,
-    sprinkle: bool = False,
+    kinds: Sequence[Magnitudes] = (Magnitudes.ORDINARY,),  # of the arrays, in turn
+    offsets: Sequence[int] = (0,),  # in turn, bytes past a multiple of 64 where they begin
+    norm: bool = False,  # with `sums` and `nonfinite`
+    sprinkle: bool = False,  # put an Inf or NaN into a few elements of the gradients
     form: Format = Format.PLAIN,
 ) -> Segment:
     """Return a segment with every array, filled from `seed`.
 
     With 8-bit moments it is cut to whole blocks, and has no max_exp_avg_sq. Gradients of fp64 make the state fp64, too.
-
-    Args:
-        kinds: magnitudes of the arrays, used in turn.
-        offsets: bytes past a multiple of 64 where the arrays begin, used in turn.
-        norm: with `sums` and `nonfinite`.
-        sprinkle: put an Inf or NaN into a few elements of the gradients.
     """
     rng = np.random.default_rng(seed)
     length -= length % compact.BLOCK if Format.MOMENTS_8BIT in form else 0
@@ -286,7 +279,7 @@ def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job
             length,
             gradient_dtype,
             out_dtype,
-            kinds=draw(st.lists(magnitudes(), min_size=1, max_size=6)),
+            kinds=draw(st.lists(st.sampled_from(Magnitudes), min_size=1, max_size=6)),
             offsets=draw(st.lists(st.one_of(st.just(0), st.integers(0, 63)), min_size=1, max_size=7)),
             norm=which is Pass.NORM or draw(st.booleans()),
             sprinkle=draw(st.booleans()),

@@ -16,19 +16,14 @@ class LateGradients:
     """Lets backward leave gradients that hold NaN until the stream of their hook has passed.
 
     Make it before the scheduler, whose hooks then come later.
-
-    Args:
-        device: whose streams they are made on.
-        stream_of: returns the number of the stream for a parameter; its hooks run with that as the current one.
-        is_on_host: returns whether a parameter's gradient lies in the host's memory.
     """
 
     def __init__(
         self,
-        device: SimulatedDevice,
+        device: SimulatedDevice,  # on whose streams they are made
         parameters: Iterable[Tensor],
-        stream_of: Callable[[Tensor], int],
-        is_on_host: Callable[[Tensor], bool],
+        stream_of: Callable[[Tensor], int],  # numbers; hooks run with a parameter's stream as the current one
+        is_on_host: Callable[[Tensor], bool],  # whether a parameter's gradient lies in the host's memory
     ) -> None:
         self._device, self._stream_of, self._is_on_host = device, stream_of, is_on_host
         for parameter in parameters:

@@ -107,7 +107,6 @@ DEVICES: dict[str, Callable[[int], Device]] = {
 
 
 def layout_of(*tensors: Tensor, is_on_host: bool = True) -> FlatLayout[Any]:
-    """Return the layout of a buffer for parameters with these values."""
     parameters = enumerate(map(nn.Parameter, tensors))
     return FlatLayout([ParameterState(one, row, f"p{row}", is_on_host=is_on_host) for row, one in parameters])
 
@@ -120,11 +119,7 @@ def devices_in_turn(name: str, *others: Callable[[], Device]) -> Any:
 
 
 def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
-    """Let a worker's thread end without a word.
-
-    Args:
-        with_job: only at its next job, which it takes along.
-    """
+    """Let a worker's thread end without a word, now or at its next job, which it takes along."""
     if with_job:
         worker._run = lambda work: sys.exit()  # type: ignore[method-assign]
         return
@@ -134,14 +129,10 @@ def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
 
 
 class FullDevice(SimulatedDevice):
-    """A device that has no memory left when it is told so.
+    """A device that has no memory left when it is told so."""
 
-    Attributes:
-        is_full: for anything.
-        has_no_room: for new values and state, but gradients can still be packed.
-    """
-
-    is_full = has_no_room = False
+    is_full = False  # for anything
+    has_no_room = False  # for new values and state, but gradients can still be packed
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
         if self.is_full or self.has_no_room:

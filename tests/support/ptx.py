@@ -54,7 +54,6 @@ class Instruction:
 
 @dataclass
 class Kernel:
-    name: str
     parameters: list[str]
     instructions: list[Instruction]
     labels: dict[str, int]
@@ -74,7 +73,7 @@ def _operand(match: re.Match[str]) -> Any:
 def parse(text: str) -> Kernel:
     """Return the only kernel of a PTX module."""
     _, _, rest = text.partition(".entry ")
-    name, _, rest = rest.partition("(")
+    _, _, rest = rest.partition("(")
     declared, _, rest = rest.partition(")")
     parameters = [one.split()[-1] for one in declared.split(",")]
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "[^"]*?([^"/]+)"', text, re.M))
@@ -101,7 +100,7 @@ def parse(text: str) -> Kernel:
             negated, guard, opcode, operands = _STATEMENT.fullmatch(statement).groups()  # type: ignore[union-attr]
             parts = tuple(map(_operand, _OPERAND.finditer(operands)))
             instructions.append(Instruction(opcode, parts, guard or "", bool(negated), number, place))
-    return Kernel(name, parameters, instructions, labels)
+    return Kernel(parameters, instructions, labels)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

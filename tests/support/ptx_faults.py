@@ -113,24 +113,12 @@ RULES: tuple[Callable[[Kernel], Iterator[Change]], ...] = (operators, operands, 
 def described(kernel: str, rule: Callable[..., object], one: Instruction, other: Instruction) -> str:
     """Return what stays the same from one variant of a kernel, and from one version of Triton, to many others.
 
-    That is the rule, the line of the source, and what was done to the instruction there, without numbers of registers.
+    That is the rule, the line of the source, and what became of the instruction there, without its operands.
     """
     changes = [f"{one.name} becomes {other.name}"] if one.name != other.name else [one.name]
     if (one.guard, one.negated) != (other.guard, other.negated):
         changes.append("for other threads" if other.guard else "for all threads")
-    if sorted(map(str, one.operands)) == sorted(map(str, other.operands)) and one.operands != other.operands:
-        changes.append("sources exchanged")
-    elif one.name == other.name:
-        for number, (before, after) in enumerate(zip(one.operands, other.operands, strict=True)):
-            if before != after:
-                is_plain = isinstance(after, str) and not after.startswith("%")
-                moved = f"{before} becomes {after}" if is_plain else _moved(before, after)
-                changes.append(f"source {number} {moved}")
     return f"{kernel} `{source_line(one.place)}` {rule.__name__}: {', '.join(changes)}"
-
-
-def _moved(before: Any, after: Any) -> str:
-    return f"{after[1] - before[1]:+d} bytes" if _is_address(after) and after[0] == before[0] else "is another register"
 
 
 def source_line(place: str) -> str:

@@ -96,8 +96,8 @@ class Synchronous:
         ]
 
     def norm_of(self, gradients: Mapping[int, Array]) -> tuple[float, bool]:
-        sums = [s for i in sorted(gradients) for s in formula.chunk_sums(gradients[i]).tolist()]
-        norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
+        sums = [formula.chunk_sums(gradients[i]) for i in sorted(gradients)]
+        norm = math.sqrt(formula.ordered_sum(np.concatenate([np.zeros(0), *sums])))
         return norm, all(np.isfinite(gradient).all() for gradient in gradients.values())
 
     def step(

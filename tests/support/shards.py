@@ -100,8 +100,7 @@ class Oracle(Synchronous):
             twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
 
     def norm_of(self, gradients: Mapping[int, Array]) -> tuple[float, bool]:
-        counted = [gradient for i, gradient in gradients.items() if is_first_replica(self.twins[i])]
-        sums = [formula.chunk_sums(gradient) for gradient in counted]
+        sums = [formula.chunk_sums(one) for i, one in gradients.items() if is_first_replica(self.twins[i])]
         every: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(every, formula.ordered_sum(np.concatenate([np.zeros(0), *sums])))
         norm = math.sqrt(formula.ordered_sum(np.array(every)))

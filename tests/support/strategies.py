@@ -90,7 +90,3 @@ def coefficients(*, double: bool = False) -> st.SearchStrategy[Coefficients]:
     steps = st.one_of(st.integers(1, 5), st.integers(1, 1_000_000), st.integers(2**24, 2**53))
     options = {"rounds": st.booleans(), "double": st.just(double)}
     return st.builds(Coefficients.at_step, hyperparameters(), steps, scales(), **options)
-
-
-def magnitudes() -> st.SearchStrategy[Magnitudes]:
-    return st.sampled_from(Magnitudes)
