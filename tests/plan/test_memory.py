@@ -76,7 +76,8 @@ def test_measured_categories_replace_those_of_a_plan(gpt_oss: Planned, scales: l
     assert found.trains is (fits and total(found.host[TRAINING]) <= found.host_limit)
 
 
-def test_ranks_divide_what_they_shard() -> None:
+def test_ranks_divide_what_they_shard_and_train_on_tokens_of_their_own() -> None:
+    assert Setting(2, 100, micro_batches=3, ranks=4).tokens_of_step == 2400
     machine, found = machines.read("h200"), Activations(0, 0, 0, 0)
     subject = Subject.of(PRESETS["qwen3-30b-a3b"].config)
     two, four = (memory_of(subject, Setting(ranks=ranks), machine, found) for ranks in (2, 4))
