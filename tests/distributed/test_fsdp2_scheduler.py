@@ -255,6 +255,10 @@ ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
 }
 
 
+SCALING = ("clip", "multiply")
+"""How those begin that torch does by products."""
+
+
 def act(run: Run, step: int) -> None:
     """Do up to two of these to parameters that have gradients."""
     for _ in range(run.draws.choice([0, 1, 2, 2])):
@@ -314,8 +318,9 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
     dealt = random.Random(program.seed // SEEDS).sample([*ACTIONS], len(ACTIONS))
     first = program.seed % SEEDS * len(dealt) // SEEDS
     run = Run(rank, model, optimizer, scheduler, draws, itertools.cycle(dealt[first:] + dealt[:first]))
-    is_drawn = program.edit is act
+    is_drawn, is_scaled = program.edit is act, False
     for step in range(program.steps):
+        begin = len(run.seen)
         for micro in range(program.micro_batches):
             is_last = micro == program.micro_batches - 1
             if not program.syncs:
@@ -325,8 +330,9 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
                 loss = loss_of(model, rank, step, micro, recomputes=program.recomputes)
                 scaler.scale(loss).backward()
         program.edit(run, step)
-        is_clipped = step % 5 == 4 or program.clips == "torch"
-        if is_clipped and program.mesh != "ignored" and not is_drawn:  # torch cannot clip where some are not sharded
+        is_clipped = (step % 5 == 4 or program.clips == "torch") and not is_drawn
+        is_scaled |= is_clipped or program.loss_scale or any(str(one).startswith(SCALING) for one in run.seen[begin:])
+        if is_clipped and program.mesh != "ignored":  # torch cannot clip where some are not sharded
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
         if step == program.steps - 3 and rank == 1 and not is_drawn:
             local(model[0].weight.grad).view(-1)[0] = math.nan
@@ -334,12 +340,15 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
             optimizer.max_grad_norm = LIMIT if step % 3 == 1 or program.clips == "ours" else None
         scaler.step(optimizer)
         scaler.update()
-        if not is_drawn or run.draws.random() < 0.9:  # else gradients are added to
-            optimizer.zero_grad(set_to_none=not is_drawn or run.draws.random() < 0.9)
         outcome = optimizer.last_outcome
         # Of gradients that torch has scaled, the norm is told times the factor, or that of products rounded to bf16.
-        norm = outcome.grad_norm if scheduler is not None else pytest.approx(outcome.grad_norm, rel=2**-9, nan_ok=True)
+        share = 2**-9 if is_scaled or program.edit is clip_largest else 0.0
+        expected = pytest.approx(outcome.grad_norm, rel=share, abs=0.0, nan_ok=True)
+        norm = expected if scheduler is None else outcome.grad_norm
         run.seen += [outcome.kind, outcome.clip_coefficient, norm, scaler.get_scale()]
+        if not is_drawn or run.draws.random() < 0.9:  # else gradients are added to
+            optimizer.zero_grad(set_to_none=not is_drawn or run.draws.random() < 0.9)
+            is_scaled = False
     if scheduler is not None and not is_drawn:
         assert scheduler.statistics.buckets > program.steps
         assert program.edit is place or (scheduler.statistics.resident_buckets > 0) is (kept > 0)
