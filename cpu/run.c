@@ -21,7 +21,7 @@ enum { SEGMENTS_WITHOUT_MEMORY = 255 };
 
 typedef struct {
     superadam_kernel *kernel;
-    int pass, stream;
+    int pass, stream, is_followed;
     const superadam_segment *segments;
     const superadam_coefficients *coefficients;
     const int64_t *first_chunk; /* of each segment, counted over all of them; one more entry than segments */
@@ -175,13 +175,14 @@ static void run_segments(run *r, int64_t *first_chunk, int threads)
         threads = (int)(chunks / CHUNKS_PER_THREAD);
     int64_t grain = threads > 1 ? chunks / ((int64_t)threads * 8) : chunks;
     grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
-    threads_run(threads, chunks, grain, run_units, r);
+    threads_run(threads, r->is_followed, chunks, grain, run_units, r);
 }
 
-int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
-                  const superadam_coefficients *coefficients, int64_t coefficient_count, int threads)
+/* As superadam_run. `is_followed`: as of threads_run. */
+static int run_pass(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
+                    const superadam_coefficients *coefficients, int64_t coefficient_count, int threads, int is_followed)
 {
-    run r = {.kernel = dispatch_kernel(isa), .pass = pass, .coefficients = coefficients};
+    run r = {.kernel = dispatch_kernel(isa), .pass = pass, .coefficients = coefficients, .is_followed = is_followed};
     if (!r.kernel)
         return SUPERADAM_BAD_ISA;
     if (pass < SUPERADAM_NORM || pass > SUPERADAM_UPDATE)
@@ -210,6 +211,12 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
     return SUPERADAM_OK;
 }
 
+int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
+                  const superadam_coefficients *coefficients, int64_t coefficient_count, int threads)
+{
+    return run_pass(isa, pass, segments, segment_count, coefficients, coefficient_count, threads, 0);
+}
+
 double superadam_sum(const double *values, int64_t count)
 {
     const uint64_t saved = float_control_enter();
@@ -232,7 +239,7 @@ int superadam_step(int isa, superadam_segment *segments, int64_t segment_count, 
                    double max_norm, int threads, superadam_verdict *verdict)
 {
     const double begin = seconds_now();
-    const int code = superadam_run(isa, SUPERADAM_NORM, segments, segment_count, NULL, 0, threads);
+    const int code = run_pass(isa, SUPERADAM_NORM, segments, segment_count, NULL, 0, threads, 1);
     if (code != SUPERADAM_OK)
         return code;
     const uint64_t saved = float_control_enter();

@@ -1,5 +1,6 @@
-/* Threads are started when first needed and sleep on a condition variable between jobs: nothing spins, not even the
- * caller while it waits for the last unit. After a fork the child has an empty pool and starts its own threads. */
+/* Threads are started when first needed and sleep on a condition variable between jobs. They spin for SPIN_NS at most:
+ * the caller while it waits for the last units, and the others after a job that is followed by another one, because
+ * waking takes about as long as a small job. After a fork the child has an empty pool and starts its own threads. */
 
 #include "threads.h"
 
@@ -7,15 +8,17 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <time.h>
 
 #include "float_control.h"
 
-enum { THREADS_LIMIT = 1024 };
+enum { THREADS_LIMIT = 1024, SPIN_NS = 20000 };
 
 typedef struct {
     void (*work)(void *context, int64_t first, int64_t last);
     void *context;
     int64_t count, grain;
+    int is_followed;
     _Atomic int64_t next;
 } job;
 
@@ -24,9 +27,9 @@ static struct {
     pthread_mutex_t lock;    /* guards everything below */
     pthread_cond_t started, finished;
     job *current;
-    int wanted; /* threads that may still join the current job */
-    int inside; /* threads that are in it */
-    int size;   /* threads of the pool */
+    _Atomic int wanted; /* threads that may still join the current job; read without the lock to spin, as is the next */
+    _Atomic int inside; /* threads that are in it */
+    int size;           /* threads of the pool */
 } pool = {.one_job = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .started = PTHREAD_COND_INITIALIZER,
@@ -44,6 +47,21 @@ static void take_units(job *todo)
     float_control_leave(saved);
 }
 
+static int64_t nanoseconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Returns when `count` has become 0, or more than 0, or SPIN_NS have passed. */
+static void spin_until(const _Atomic int *count, int is_zero)
+{
+    const int64_t end = nanoseconds_now() + SPIN_NS;
+    while (!*count != is_zero && nanoseconds_now() < end)
+        ;
+}
+
 static void *thread_main(void *unused)
 {
     (void)unused;
@@ -54,11 +72,17 @@ static void *thread_main(void *unused)
         job *todo = pool.current;
         pool.wanted--;
         pool.inside++;
+        const int is_followed = todo->is_followed;
         pthread_mutex_unlock(&pool.lock);
         take_units(todo);
         pthread_mutex_lock(&pool.lock);
         if (--pool.inside == 0)
             pthread_cond_signal(&pool.finished);
+        if (is_followed) {
+            pthread_mutex_unlock(&pool.lock);
+            spin_until(&pool.wanted, 0);
+            pthread_mutex_lock(&pool.lock);
+        }
     }
     return NULL;
 }
@@ -92,11 +116,11 @@ static void empty_after_fork(void)
 
 static void watch_forks(void) { pthread_atfork(NULL, NULL, empty_after_fork); }
 
-void threads_run(int threads, int64_t count, int64_t grain, void (*work)(void *context, int64_t first, int64_t last),
-                 void *context)
+void threads_run(int threads, int is_followed, int64_t count, int64_t grain,
+                 void (*work)(void *context, int64_t first, int64_t last), void *context)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    job todo = {.work = work, .context = context, .count = count, .grain = grain};
+    job todo = {.work = work, .context = context, .count = count, .grain = grain, .is_followed = is_followed};
     const int64_t shares = (count + grain - 1) / grain;
     int helpers = (threads < THREADS_LIMIT ? threads : THREADS_LIMIT) - 1;
     if (helpers > shares - 1)
@@ -115,6 +139,7 @@ void threads_run(int threads, int64_t count, int64_t grain, void (*work)(void *c
     pthread_cond_broadcast(&pool.started);
     pthread_mutex_unlock(&pool.lock);
     take_units(&todo);
+    spin_until(&pool.inside, 1);
     pthread_mutex_lock(&pool.lock);
     pool.wanted = 0; /* nothing is left for a thread that has not woken yet */
     while (pool.inside)

@@ -174,7 +174,7 @@ int superadam_traffic(int pass, const superadam_segment *s, int threads, int bur
     const int64_t chunks = s->length / SUPERADAM_CHUNK;
     int64_t grain = chunks / ((int64_t)(threads > 1 ? threads : 1) * 8);
     grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
-    threads_run(threads, chunks, grain, move_chunks, &t);
+    threads_run(threads, 0, chunks, grain, move_chunks, &t);
     *checksum = atomic_load(&t.checksum);
     return SUPERADAM_OK;
 }

@@ -160,6 +160,7 @@ class SpeculativeCPUAdam(Optimizer):
         self.statistics = Statistics()
         self._storage = checked_storage(moments, master)
         super().__init__(params, defaults)
+        torch_private.lighten_step(type(self))
         self._binding.process_group = process_group
 
     @torch_private.uncompiled
@@ -508,6 +509,7 @@ class SpeculativeCPUAdam(Optimizer):
         arriving = self.__dict__.get("_arriving")
         with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
             super().__setstate__(values)
+            torch_private.lighten_step(type(self))
             self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The pool of threads: the same bits for any count, short jobs alone, concurrent callers, fork, and rest when idle."""
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.children import exit_code_of_child, in_child
 from support.kernel_arrays import Job, make_segment
 from support.strategies import USUAL, Magnitudes
 
+from superadam import SpeculativeCPUAdamW
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
@@ -101,9 +104,17 @@ def test_as_many_threads_work_as_a_job_was_given():
 
 @in_child
 def test_idle_threads_use_no_processor_time():
-    """One spinning thread alone would use the whole half second; waking and sleeping again uses microseconds."""
+    """One spinning thread alone would use the whole half second; waking and sleeping again uses microseconds.
+
+    Of a whole step, the norm's threads stay awake for the update; a gradient that is not finite has none.
+    """
     others = len(threads_now())
     make_job(*lengths_for(7)).run("scalar", threads=7)
+    for last in (1.0, math.nan):
+        optimizer = SpeculativeCPUAdamW([torch.nn.Parameter(torch.zeros(1 << 20))])
+        optimizer.param_groups[0]["params"][0].grad = torch.full((1 << 20,), last)
+        native.set_num_threads(7)
+        optimizer.step()
     before = time.process_time()
     time.sleep(0.5)
     assert len(threads_now()) - others == 6

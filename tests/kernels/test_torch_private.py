@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import superadam
@@ -140,6 +141,27 @@ def _() -> bool:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         is_seen = torch_private.is_profiling()
     return is_seen and not torch_private.is_profiling()
+
+
+@relied_on("wraps step() with hooks of one optimizer and of all", "optim.Optimizer.profile_hook_step")
+def _() -> bool:
+    class Light(torch.optim.SGD): ...
+
+    heard: list[str] = []
+    light = Light([torch.nn.Parameter(torch.ones(1))])
+    wrapped = Light.step
+    torch_private.lighten_step(Light)
+    for register in (
+        light.register_step_pre_hook,
+        light.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_, name=register.__name__: heard.append(name))
+        light.step()
+        handle.remove()
+    light.step()
+    return Light.step is not wrapped and len(heard) == len(set(heard)) == 4
 
 
 @relied_on("ends inference mode and restores both modes", "_C._InferenceMode")

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -113,6 +114,43 @@ def test_step_pre_hook_that_changes_the_arguments() -> None:
     optimizer = make()
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, lambda: 5.0), {}))
     assert optimizer.step() == 5.0
+
+
+@EACH_PAIR
+def test_profilers_see_steps(ours: type, theirs: type) -> None:
+    def seen(cls: type) -> list[str]:
+        optimizer = make(cls=cls)
+        optimizer.step()  # that nothing looks at
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            optimizer.step()
+        return [event.name for event in profiler.events() if event.name.startswith("Optimizer.step")]
+
+    assert [name.replace(ours.__name__, theirs.__name__) for name in seen(ours)] == seen(theirs)
+    assert len(seen(theirs)) == 1
+
+
+def test_wrappers_of_the_class_are_called() -> None:
+    """Frameworks wrap `step` of a class before or after its first instance, with all that `functools.wraps` copies."""
+    calls = []
+
+    class Sub(SpeculativeCPUAdamW): ...
+
+    def wrap(name: str) -> None:
+        plain = Sub.step
+
+        @functools.wraps(plain)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return plain(self, *args, **kwargs)
+
+        Sub.step = step
+
+    for name in ("first", "second"):
+        wrap(name)
+        optimizer = make(cls=Sub)
+        copy.deepcopy(optimizer).step()
+        pickle.loads(pickle.dumps(SpeculativeCPUAdamW([parameter(3)]))).step()
+    assert calls == ["first", "second", "first"]
 
 
 def test_step_hook_sees_the_step_that_it_follows() -> None:

@@ -27,6 +27,7 @@ NEEDED_ALONE = (
     "utils._python_dispatch._disable_current_modes",
     "utils._pytree.MappingKey",
     "_compile._disable_dynamo",
+    "optim.Optimizer.profile_hook_step",
     "Tensor._version",
     "_foreach_copy_",
     "utils._pytree.register_pytree_node",
