@@ -173,7 +173,8 @@ _hooks_of_all_steps: list[Any] = [
 def lighten_step(optimizer_class: Any) -> None:
     """Let `step()` of a class go through torch's wrapper only where a hook or a profiler would notice.
 
-    The wrapper, which each class gets with its first instance, takes a fifth of a step of few elements.
+    The wrapper, which each class gets with its first instance, takes a fifth of a step of few elements. A closure is a
+    program that may register hooks.
     """
     wrapped = optimizer_class.step
     if getattr(wrapped, "__code__", None) is not _wrapper_of_step:
@@ -182,7 +183,7 @@ def lighten_step(optimizer_class: Any) -> None:
 
     @functools.wraps(wrapped)
     def step(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        watchers = (*_hooks_of_all_steps, self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks)
+        watchers = (args, kwargs, *_hooks_of_all_steps, self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks)
         return (wrapped if any(watchers) or is_profiling() else plain)(self, *args, **kwargs)
 
     optimizer_class.step = uncompiled(step)

@@ -104,10 +104,11 @@ def test_step_hooks(ours: type, theirs: type) -> None:
         for handle in handles:
             handle.remove()
         optimizer.step()
+        optimizer.step(closure=lambda: optimizer.register_step_post_hook(hook("from now on")) and 3.0)
         return calls
 
     assert heard(ours) == heard(theirs)
-    assert len(heard(ours)) == 10
+    assert len(heard(ours)) == 11
 
 
 def test_step_pre_hook_that_changes_the_arguments() -> None:
