@@ -59,20 +59,11 @@ class Rates:
     memory: float
 
 
-PRESETS = {
-    "h200": Rates(55e9, 55e9, 4.8e12),
-    "gh200": Rates(450e9, 450e9, 4.0e12),
-    "mi300a": Rates(2.65e12, 2.65e12, 5.3e12),
-}
-"""Peak rates of hardware.
+H200 = Rates(55e9, 55e9, 4.8e12)
+"""H200 SXM behind PCIe 5 x16.
 
-- h200: H200 SXM behind PCIe 5 x16. Memory 4.8 TB/s (NVIDIA H200 data sheet); the link has 64 GB/s each way, of which
-  `nvbandwidth` shows 55.6 (NVIDIA developer blog, "NVIDIA NVbandwidth").
-- gh200: Grace Hopper with 96 GB of HBM3. Memory 4 TB/s, NVLink-C2C 450 GB/s each way (NVIDIA GH200 data sheet). Copies
-  reach less: Fusco et al., "Understanding Data Movement in Tightly Coupled Heterogeneous Systems", arXiv:2408.11556.
-- mi300a: CPU and GPU share one memory of 5.3 TB/s (AMD CDNA 3 white paper), so that a copy reads and writes it. Copy
-  engines reach less: Wahlgren et al., "Dissecting CPU-GPU Unified Physical Memory on AMD MI300A APUs",
-  arXiv:2508.12743.
+Memory 4.8 TB/s (NVIDIA H200 data sheet); the link has 64 GB/s each way, of which `nvbandwidth` shows 55.6 (NVIDIA
+developer blog, "NVIDIA NVbandwidth").
 """
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from measures import pacing
-from measures.paced_device import PRESETS, PacedDevice, Rates, constant
+from measures.paced_device import H200, PacedDevice, Rates, constant
 from measures.timed_model import Gradients, TimedModel, without_samples
 from support.actions_on_a_clock import Clock
 from support.overlap import adam, layout_of, mlp, train
@@ -142,7 +142,7 @@ def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed():
 
 
 def test_it_knows_its_free_memory_and_has_every_core():
-    device = PacedDevice(PRESETS["gh200"], free_bytes=1000)
+    device = PacedDevice(H200, free_bytes=1000)
     memory = device.empty(100, torch.float32, Stream.CURRENT)
     other, view = device.empty(7, torch.bfloat16, Stream.UPLOAD), memory[50:]
     assert device.free_bytes() == 1000 - 400 - 14
@@ -263,9 +263,6 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
         assert side.accepted + side.redone <= 2 * 5 * 4
         assert all(seconds >= 0.006 for seconds in itertools.chain(*side.seconds.values()))
         assert side.buckets == 2 * 5 * 2
-        assert {span.track for span in side.trace.spans} == {"training", "worker", "download", "upload", "model"}
-        model_time = sum(span.end - span.begin for span in side.trace.spans if span.track == "model")
-        assert model_time == pytest.approx(5 * 0.006, rel=1e-6)  # sums of differences of large numbers
         assert ended == [7, 7]
         side.settle()
         assert ended == [7, 7, 6]
