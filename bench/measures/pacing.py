@@ -29,7 +29,6 @@ from superadam.cli.bench.pairs import Action, Spread, times_of
 from superadam.cli.plan.rates import PASSES, WITH_NORM
 from superadam.devices import Stream
 from superadam.kernels import native
-from superadam.kernels.native import Dtype
 from superadam.offload.needs import bytes_of_state
 from superadam.offload.placement import FREE_SHARE, Placement
 from superadam.step.outcome import StepKind
@@ -408,8 +407,8 @@ def _seconds_of(action: Action) -> float:
 
 def seconds_of_passes(numel: int, threads: int) -> dict[str, float]:
     """Return the seconds of an element in each pass over so many, in bf16 with fp32 state."""
-    arrays = PassArrays(numel, Dtype.BFLOAT16, Dtype.BFLOAT16)
-    setting = passes.Setting(native.active_isa(), threads, Dtype.BFLOAT16, Dtype.BFLOAT16)
+    arrays = PassArrays(numel, *passes.DTYPES)
+    setting = passes.Setting(native.active_isa(), threads)
     return {
         name: _seconds_of(passes.action(arrays, which, setting, with_norm=name in WITH_NORM)) / numel
         for name, which in PASSES.items()

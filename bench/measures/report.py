@@ -16,14 +16,12 @@ from measures.contests import Contest, ContestResult
 from measures.overlap import OverlapResult
 from measures.peers import LeftOut, Peer, versions
 from superadam.cli.bench import report
-from superadam.cli.bench.passes import PassResult
 
 
 @dataclass
 class Results:
     """What was measured so far, of which peers, and what was not."""
 
-    passes: list[PassResult] = field(default_factory=list)
     contests: list[ContestResult] = field(default_factory=list)
     overlap: list[OverlapResult] = field(default_factory=list)
     peers: Sequence[Peer] = ()
@@ -37,7 +35,6 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
         "packages": versions(results.peers),
         "openmp": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "GOMP_"))},
         "left_out": [asdict(each) for each in results.left_out],
-        "passes": [report.pass_as_json(row) for row in results.passes],
         "contests": [
             {
                 "task": row.contest.task.value,
@@ -68,9 +65,8 @@ def to_text(content: dict[str, Any]) -> str:
 
 
 def to_table(results: Results) -> Table:
-    """Return the one table: passes over the floor, steps over those of peers, iterations over plain ones."""
+    """Return the one table: steps over those of peers, iterations over plain ones."""
     table = report.comparisons_table()
-    report.add_passes(table, results.passes)
     for section, rows in itertools.groupby(results.contests, lambda row: _section(row.contest)):
         report.add_section(table, section)
         for row in rows:
@@ -90,7 +86,6 @@ def _section(contest: Contest) -> str:
 def notes(results: Results, pairs: int) -> list[str]:
     """Return what a reader of the table needs: sizes, what a ratio is against, and what was left out."""
     return [
-        *report.notes(results.passes),
         *(
             "Steps: tensors x elements, peer. SpeculativeCPUAdamW.step, which always takes the norm, against what the "
             "title says with the peer's step; new gradients before each."

@@ -14,7 +14,7 @@ from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Comparison, Spread
 from superadam.cli.plan.measure import measured, to_toml
 from superadam.cli.plan.rates import PASSES, seconds_of
-from superadam.kernels.native import Dtype, Format
+from superadam.kernels.native import Format
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind
 
@@ -79,7 +79,7 @@ def test_less_of_a_cpu_makes_no_pass_quicker(name: str, factor: float, machine: 
 
 
 def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
-    setting = passes.Setting("scalar", 1, Dtype.BFLOAT16, Dtype.BFLOAT16)
+    setting = passes.Setting("scalar", 1)
     rows = []
     for cost, which in enumerate(PASSES.values(), 1):
         compared = Comparison(1, Spread.of([1.0]), *[Spread.of([1e-6 * cost])] * 2)

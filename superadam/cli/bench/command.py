@@ -12,7 +12,6 @@ from typing import Any
 from superadam.cli.bench.passes import PASSES, Setting, measure
 from superadam.cli.usage import UsageError, require_modules
 from superadam.kernels import native
-from superadam.kernels.native import Dtype
 from superadam.state.storage import Master, Moments, Storage
 
 NUMEL = 16 << 20
@@ -61,7 +60,7 @@ def setting_of(
         isa, threads = isa or native.active_isa(), threads or native.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Setting(isa, threads, Dtype.BFLOAT16, Dtype.BFLOAT16, Storage(Moments(moments), Master(master)).format)
+    return Setting(isa, threads, Storage(Moments(moments), Master(master)).format)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,14 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--json {arguments.json} cannot be written to, expected a file; name another")
     setting, rows = setting_of(arguments.isa, arguments.threads, arguments.moments, arguments.master), []
     with Console(stderr=True).status("warming up") as status:
-        for row in measure(NUMEL, [setting], PAIRS):
+        for row in measure(NUMEL, setting, PAIRS):
             rows.append(row)
             status.update(f"{len(rows)} of {len(PASSES)} passes")
-    environment, console, table = report.Environment.here(), Console(), report.comparisons_table()
-    report.add_passes(table, rows)
+    environment, console = report.Environment.here(), Console()
     console.print(environment.in_words(), highlight=False)
-    console.print(table)
-    for line in (*report.notes(rows), report.about_ratios(PAIRS), ELSEWHERE):
+    console.print(report.passes_table(setting, rows))
+    for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS), ELSEWHERE):
         console.print(line, style="dim", highlight=False)
     if arguments.json is not None:
         found = {"environment": asdict(environment), "passes": [report.pass_as_json(row) for row in rows]}

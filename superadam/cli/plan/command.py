@@ -143,7 +143,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--measure {arguments.measure} exists or has no folder, expected a new file; name another")
     base = machines.read(arguments.machine or "gh200")
     with Console(stderr=True).status("measuring passes"):
-        rows = list(measure(NUMEL, [setting_of()], PAIRS))
+        rows = list(measure(NUMEL, setting_of(), PAIRS))
     source = f"superadam bench: {Environment.here().in_words()}"
     machine = measured(base, rows, HostMemory.of(Host()).limit, source)
     arguments.measure.write_text(to_toml(machine))
