@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from measures import contests, options, overlap, peers, report
 
 from superadam.cli.bench.report import Environment
+from superadam.cli.usage import count
 from superadam.kernels import native
 
 
@@ -30,11 +31,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     threads = list(dict.fromkeys([native.get_num_threads(), 1]))
     parser.add_argument("what", nargs="?", choices=["all", "steps", "overlap"], default="all")
-    parser.add_argument(
-        "--numel", type=options.count, default=16 << 20, metavar="N", help="of the largest tensor (16 Mi)"
-    )
-    parser.add_argument("--pairs", type=options.count, default=21, metavar="N", help="of each row (%(default)s)")
-    parser.add_argument("--threads", nargs="+", type=options.count, default=threads, metavar="N", help="(all, and one)")
+    parser.add_argument("--numel", type=count, default=16 << 20, metavar="N", help="of the largest tensor (16 Mi)")
+    parser.add_argument("--pairs", type=count, default=21, metavar="N", help="of each row (%(default)s)")
+    parser.add_argument("--threads", nargs="+", type=count, default=threads, metavar="N", help="(all, and one)")
     names = [peer.name for peer in peers.PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME", help="(all that run here)")
     parser.add_argument(

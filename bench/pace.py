@@ -23,13 +23,14 @@ from measures import options, pacing, pacing_report
 
 from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.cli.bench.report import Environment
+from superadam.cli.usage import count, share
 from superadam.kernels import native
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, show the table, and write what --json asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count, threads = options.count, native.get_num_threads()
+    threads = native.get_num_threads()
     parser.add_argument("--parameters", type=count, default=64 << 20, metavar="N", help="of the model (64 Mi)")
     parser.add_argument("--layers", type=count, default=48, metavar="N", help="its tensors (%(default)s)")
     parser.add_argument(
@@ -42,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--clipped",
-        type=options.share,
+        type=share,
         metavar="SHARE",
         help="of the steps, 0 to 1: gradients then have norms that vary as in fine-tuning, with a limit of 1, and "
         "clipped steps count as the others do (norms that do not vary, one step in 10 clipped and left out)",

@@ -215,8 +215,8 @@ def test_the_page_shows_what_its_result_holds():
     """Tables are those of the file that the page links, and the picture was drawn from that."""
     page = step_cost.PAGE.read_text()
     (link,) = re.findall(r"\[All seconds and quartiles\]\((.*)\)", page)
-    costs = step_cost.measures.StepCosts(step_cost.PAGE.parent / link)
-    assert step_cost.FIGURES.search(page)[0] == step_cost.measures.page(costs, "step_cost.svg", link)
+    costs = step_cost.StepCosts(step_cost.PAGE.parent / link)
+    assert step_cost.FIGURES.search(page)[0] == step_cost.page(costs, "step_cost.svg", link)
     assert costs.sha256 in step_cost.PAGE.with_suffix(".svg").read_text()
 
 

@@ -165,8 +165,8 @@ def test_steps_after_backward_hide_nothing():
     ("words", "message"),
     [
         (["--ratios", "1", "0"], "argument --ratios: 0 is not above 0"),
-        (["--clipped", "1.5"], "argument --clipped: 1.5 is above 1"),
-        (["--clipped", "nan"], "argument --clipped: nan is no finite number of at least 0"),
+        (["--clipped", "1.5"], "argument --clipped: 1.5 is no share, expected 0 to 1"),
+        (["--clipped", "nan"], "argument --clipped: nan is no share, expected 0 to 1"),
         (["--lr", "inf"], "argument --lr: inf is no finite number of at least 0"),
         (["--layers", "0"], "argument --layers: 0 is below 1"),
         (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
