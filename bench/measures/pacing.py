@@ -392,10 +392,10 @@ def _step_after_backward(action: Action, model: TimedModel) -> bool:
     """Download gradients after backward, make a whole step on the host, and upload the new values."""
     device, size = model.device, sum(parameter.nbytes for parameter in model.weights)
     device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-    device.spend(Stream.DOWNLOAD, size / device.rates.download, "gradients")
+    device.spend(Stream.DOWNLOAD, size / device.rates.download)
     device.record(Stream.DOWNLOAD).synchronize()
     action()
-    device.spend(Stream.UPLOAD, size / device.rates.upload, "new values")
+    device.spend(Stream.UPLOAD, size / device.rates.upload)
     device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
     return _drop_gradients(model)
 

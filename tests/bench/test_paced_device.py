@@ -28,13 +28,21 @@ RATES = Rates(download=64.0, upload=128.0, memory=1024.0)
 """Bytes per second: powers of two, so that times are exact."""
 
 
-def clocked(**options: Any) -> tuple[PacedDevice, Clock]:
+class NotingDevice(PacedDevice):
+    """Keeps what work took, in the order in which it was enqueued."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.durations: list[float] = []
+
+    def spend(self, stream: Stream, seconds: float) -> None:
+        self.durations.append(seconds)
+        super().spend(stream, seconds)
+
+
+def clocked(**options: Any) -> tuple[NotingDevice, Clock]:
     clock = Clock()
-    return PacedDevice(RATES, now=clock, sleep=clock.sleep, **options), clock
-
-
-def durations(device: PacedDevice) -> list[float]:
-    return [busy.end - busy.begin for busy in device.busy]
+    return NotingDevice(RATES, now=clock, sleep=clock.sleep, **options), clock
 
 
 def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeypatch):
@@ -56,9 +64,9 @@ def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeyp
 
 def test_work_returns_at_once_and_an_event_passes_with_what_was_before_it():
     device, clock = clocked()
-    device.spend(Stream.CURRENT, 2.0, "forward")
+    device.spend(Stream.CURRENT, 2.0)
     event = device.record(Stream.CURRENT)
-    device.spend(Stream.CURRENT, 3.0, "backward")
+    device.spend(Stream.CURRENT, 3.0)
     assert (clock.now, event.passed_at(), event.query()) == (100.0, 102.0, False)
     event.synchronize()
     assert (clock.now, event.query()) == (102.0, True)
@@ -85,11 +93,9 @@ def test_every_stream_is_a_queue_and_waits_order_streams(actions):
             device.wait(one, event)
             begun[one] = max(begun[one], event.passed_at())
         else:
-            device.spend(one, other, "")
-            stream, _, begin, end = device.busy[-1]
-            assert stream is one
-            assert begin == max(clock.now, begun[one])  # as early as it may
-            assert end - begin == other
+            device.spend(one, other)
+            end = device.record(one).passed_at()
+            assert end - other == max(clock.now, begun[one])  # as early as it may
             begun[one] = end
     assert clock.slept == []
 
@@ -109,7 +115,7 @@ def test_everything_takes_its_bytes_at_its_rate():
     device.scatter([source], [target])  # crosses the link
     assert torch.equal(target, source)
     down, up, packing = 256 / 64.0, 256 / 128.0, (128 + 256) / 1024.0
-    assert durations(device) == [packing, down, up, down, 2 * 256 / 1024.0, 256 / 1024.0 + up]
+    assert device.durations == [packing, down, up, down, 2 * 256 / 1024.0, 256 / 1024.0 + up]
 
 
 def test_a_step_on_the_device_moves_its_state_twice():
@@ -120,13 +126,13 @@ def test_a_step_on_the_device_moves_its_state_twice():
     gradient, parameter = torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
     step = ResidentStep(high, exp_avg, exp_avg_sq, None, gradient, parameter, 0, *exponents, low)
     device.update([step], [Coefficients.at_step(HYPERPARAMETERS, 1)])
-    assert durations(device)[-1] == (64 * (2 * 5 + 2 + 2) + 2 * 2) / 1024.0
+    assert device.durations[-1] == (64 * (2 * 5 + 2 + 2) + 2 * 2) / 1024.0
     master = (high.int() << 16 | low.int() << 8).view(torch.float32)
     assert torch.equal(master.bfloat16(), parameter)
     assert all(bool(tensor.all()) for tensor in (master, exp_avg, exp_avg_sq, *exponents))
     step = ResidentStep(*torch.zeros(3, 64), None, gradient, parameter, 0)
     device.update([step], [Coefficients.at_step(HYPERPARAMETERS, 1)])
-    assert durations(device)[-1] == 64 * (6 * 4 + 2 + 2) / 1024.0
+    assert device.durations[-1] == 64 * (6 * 4 + 2 + 2) / 1024.0
 
 
 def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed():
@@ -134,7 +140,7 @@ def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed():
     device.reserve(HostNeeds(largest=1024))
     held = [device.host_empty(1024, torch.float32)]  # all of the slab
     address = held[0].data_ptr()
-    device.spend(Stream.UPLOAD, 5.0, "")
+    device.spend(Stream.UPLOAD, 5.0)
     device.record_stream(held.pop(), Stream.UPLOAD)
     assert device.host_empty(1024, torch.float32).data_ptr() != address
     clock.now += 5.0
@@ -182,7 +188,7 @@ def test_constants_reach_the_host_where_they_are():
     device.copy(host, packed, Stream.DOWNLOAD)
     assert host.data_ptr() == packed.data_ptr() == memory[128:].data_ptr()
     assert torch.equal(host, memory[128:256])
-    assert durations(device)[-1] == 256 / 64.0
+    assert device.durations[-1] == 256 / 64.0
 
 
 def test_gradients_that_lie_otherwise_are_copied():
