@@ -22,8 +22,7 @@ import torch
 from superadam.cli.plan.answer import answer_for
 from superadam.cli.plan.presets import presets
 from superadam.cli.plan.rates import rates_of
-from superadam.cli.plan.schedule import Part, buckets_of, parts_of
-from superadam.cli.plan.ways import placed, synchronous
+from superadam.cli.plan.schedule import Part, buckets_of, parts_of, placed, synchronous
 from superadam.offload.placement import Placement, numel_of_buckets
 from superadam.plan import machines
 from superadam.plan.events import Rates, Work, simulate

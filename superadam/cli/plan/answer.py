@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from superadam.cli.plan.operations import operations
 from superadam.cli.plan.rates import rates_of
-from superadam.cli.plan.schedule import buckets_of, parts_of
-from superadam.cli.plan.ways import placed, synchronous
+from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
 from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
