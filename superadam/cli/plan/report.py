@@ -19,7 +19,6 @@ CAUSES = {
     "waited": "waiting for the CPU",
     "stalled": "waiting for the link",
     "python": "Python in step()",
-    "updated": "clipped steps",
     "published": "publication",
 }
 
