@@ -201,7 +201,7 @@ def tiny(monkeypatch, capsys, tmp_path):
 def test_the_command_prints_one_table_and_writes_json(tiny):
     printed, read = tiny()
     assert printed.count("ratio  ") == 1  # one header: one table
-    for word in ("commit+speculate, norm", "update", "scalar, 2 thr., bf16>bf16", "bench/compare.py", "bench/pace.py"):
+    for word in ("commit+speculate, norm", "update", "scalar, 2 thr., bf16>bf16"):
         assert word in printed
     assert set(read) == {"environment", "passes"}
     assert read["environment"]["isa"] == native.active_isa()

@@ -19,11 +19,6 @@ NUMEL = 16 << 20
 
 PAIRS = 21
 
-ELSEWHERE = (
-    "Steps against torch's, whole iterations with overlap, and schedules at the rates of a GPU are measured by "
-    "bench/compare.py and bench/pace.py in superadam's repository."
-)
-
 
 def add_parser(subparsers: Any) -> None:
     """Add `bench` to the parser of `superadam`."""
@@ -32,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         help="measure the passes over optimizer state against this machine's memory",
         description="Measure every pass over the optimizer's state, with bf16 gradients and weights, against its "
         "floor: the fastest way to move the same memory without the arithmetic.",
-        epilog=f"Leave the machine alone while it runs. {ELSEWHERE}",
+        epilog="Leave the machine alone while it runs.",
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set (the best one that can run)")
     parser.add_argument("--threads", type=int, metavar="N", help="number of threads (as many as training uses)")
@@ -85,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment, console = report.Environment.here(), Console()
     console.print(environment.in_words(), highlight=False)
     console.print(report.passes_table(setting, rows))
-    for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS), ELSEWHERE):
+    for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS)):
         console.print(line, style="dim", highlight=False)
     if arguments.json is not None:
         found = {"environment": asdict(environment), "passes": [report.pass_as_json(row) for row in rows]}
