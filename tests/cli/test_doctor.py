@@ -284,7 +284,6 @@ def test_the_table_fits_and_says_everything(width):
     assert max(map(len, text.splitlines())) <= width
     for word in ("ok", "could be better", "broken", "export FASTER=1", "unset WRONG", "three [b]", "wrong [/b]"):
         assert word in text
-    assert report.summary(FINDINGS) == "1 ok, 1 could be better, 1 broken"
 
 
 WRONG = {"SUPERADAM_ISA": "sse9", "SUPERADAM_THREADS": "0"}

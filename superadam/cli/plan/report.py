@@ -11,6 +11,7 @@ from rich.table import Table
 
 from superadam.cli.console import new_table
 from superadam.cli.plan.answer import Answer, Timing
+from superadam.host.memory import gigabytes
 from superadam.plan.machines import Kind
 from superadam.plan.memory import MAPPED, RESUMING, SAVING, TRAINING, total
 
@@ -21,11 +22,6 @@ CAUSES = {
     "python": "Python in step()",
     "published": "publication",
 }
-
-
-def gigabytes(size: float) -> str:
-    """Return bytes as the answer writes them."""
-    return f"{size / 1e9:,.1f} GB"
 
 
 def title(answer: Answer) -> str:
