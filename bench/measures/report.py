@@ -16,6 +16,7 @@ from measures.contests import Contest, ContestResult
 from measures.overlap import OverlapResult
 from measures.peers import LeftOut, Peer, versions
 from superadam.cli.bench import report
+from superadam.cli.bench.pairs import Comparison
 
 
 @dataclass
@@ -43,15 +44,24 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
                 "threads": row.contest.threads,
                 "tensors": row.contest.tensors,
                 "numel": row.contest.numel,
-                **report.comparison_as_json(row.comparison),
+                **_comparison(row.comparison),
             }
             for row in results.contests
         ],
         "overlap": [
-            {name: value for name, value in asdict(row).items() if name != "comparison"}
-            | report.comparison_as_json(row.comparison)
+            {name: value for name, value in asdict(row).items() if name != "comparison"} | _comparison(row.comparison)
             for row in results.overlap
         ],
+    }
+
+
+def _comparison(found: Comparison) -> dict[str, Any]:
+    """Return the ratio of the pairs, and the seconds of both sides."""
+    return {
+        "pairs": found.pairs,
+        "ratio": asdict(found.ratio),
+        "seconds": asdict(found.first),
+        "against_seconds": asdict(found.second),
     }
 
 

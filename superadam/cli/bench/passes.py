@@ -49,8 +49,7 @@ class PassResult:
 
     Attributes:
         bytes_per_element: what it loads and stores.
-        floor: the fastest way to move the same memory.
-        comparison: the pass against that.
+        comparison: the pass against the fastest way to move the same memory.
     """
 
     which: Pass
@@ -58,7 +57,6 @@ class PassResult:
     setting: Setting
     numel: int
     bytes_per_element: float
-    floor: Variant
     comparison: Comparison
 
     @property
@@ -102,6 +100,5 @@ def measure(numel: int, setting: Setting, pairs: int) -> Iterator[PassResult]:
             setting,
             arrays.numel,
             bytes_per_element(which, *DTYPES, setting.format),
-            floors[which],
             compare(kernel, floor.action(arrays, which, floors[which], setting.threads), pairs),
         )
