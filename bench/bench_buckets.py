@@ -10,7 +10,7 @@ import itertools
 import time
 
 import pytest
-from measures.paced_device import PRESETS, PacedDevice
+from measures.paced_device import H200, PacedDevice
 from measures.timed_model import Gradients, TimedModel, without_samples
 from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -36,7 +36,7 @@ def own_time() -> float:
 def test_training_thread(benchmark: BenchmarkFixture, part: str, where: str, tensors: int) -> None:
     gradients = Gradients([NUMEL] * BUCKETS * tensors)
     model = TimedModel(gradients)
-    device = model.device = PacedDevice(PRESETS["h200"], constants=gradients.sets)
+    device = model.device = PacedDevice(H200, constants=gradients.sets)
     devices.append(device)
     model.forward_seconds, model.backward_seconds = 0.0, SECONDS_OF_BACKWARD
     optimizer = SpeculativeCPUAdamW(model.parameters(), max_grad_norm=1e9)

@@ -2,20 +2,15 @@
 
     python bench/pace.py --parameters 200000000 --ratios 0.25 0.5 1 1.5 --json NAME.json
     python bench/pace.py --ratios 1 1.5 --clipped 1    where every step is clipped
-    python bench/pace.py --stretched --parameters 14800000000 --layers 280 --ratios 0.5 1 1.5
 
 Forward, backward and copies take their time on clocks while every core is free, as with a GPU. Each row also has steps
 after backward, superadam's and torch's. It cannot show contention for host memory or links, the cost of launching
-kernels, or autograd's device thread. With --json NAME.json it also writes NAME.png and NAME.trace.json.
-
-With --stretched, the scheduler runs at a fraction of the size, with passes that last as long as those of the whole
-would on a machine of `superadam plan`, and the events of a plan are shown next to it.
+kernels, or autograd's device thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -25,46 +20,19 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from measures import options, pacing, pacing_report
-from measures.paced_device import PRESETS
 
 from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.cli.bench.report import Environment
+from superadam.cli.usage import count, share
 from superadam.kernels import native
-
-
-def stretch(asked: argparse.Namespace) -> int:
-    """Compare the scheduler with the events of a plan, and show one line for each row."""
-    from measures import stretched  # which needs transformers, for the machines of plans
-
-    from superadam.cli.plan.rates import rates_of
-    from superadam.plan import machines
-
-    rates, console, found = rates_of(machines.read(asked.stretched)), Console(), []
-    for parameters in asked.parameters:
-        for layers in asked.layers:
-            for ratio in asked.ratios:
-                row = stretched.measure(rates, parameters, layers, ratio)
-                found.append(dataclasses.asdict(row))
-                console.print(
-                    f"{row.parameters:,} parameters, {row.buckets} buckets, {ratio:g} x Adam: forward and backward "
-                    f"{row.clock:.4f} s, measured {row.measured:.4f} s (quickest {row.quickest:.4f}), by events "
-                    f"{row.events:.4f} s, {row.error:+.1%}",
-                    highlight=False,
-                )
-    if asked.json is not None:
-        asked.json.write_text(json.dumps({"machine": asked.stretched, "rows": found}, indent=1) + "\n")
-    return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, show the table, and write what --json asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count, threads = options.count, native.get_num_threads()
-    parser.add_argument("--preset", choices=PRESETS, default="h200", help="rates of links and memory (%(default)s)")
-    parser.add_argument(
-        "--parameters", nargs="+", type=count, default=[64 << 20], metavar="N", help="of models (64 Mi)"
-    )
-    parser.add_argument("--layers", nargs="+", type=count, default=[48], metavar="N", help="tensors of models (48)")
+    threads = native.get_num_threads()
+    parser.add_argument("--parameters", type=count, default=64 << 20, metavar="N", help="of the model (64 Mi)")
+    parser.add_argument("--layers", type=count, default=48, metavar="N", help="its tensors (%(default)s)")
     parser.add_argument(
         "--ratios",
         nargs="+",
@@ -75,55 +43,31 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--clipped",
-        type=options.share,
+        type=share,
         metavar="SHARE",
         help="of the steps, 0 to 1: gradients then have norms that vary as in fine-tuning, with a limit of 1, and "
         "clipped steps count as the others do (norms that do not vary, one step in 10 clipped and left out)",
     )
-    parser.add_argument(
-        "--last-share",
-        type=options.share,
-        metavar="X",
-        help="of the elements: in the tensor whose gradient comes last, as an embedding's (all tensors have one size)",
-    )
     parser.add_argument("--lr", type=options.number, default=HYPERPARAMETERS.lr, metavar="X", help="(%(default)s)")
     parser.add_argument("--rounds", type=count, default=3, metavar="N", help="turns of each side (%(default)s)")
     parser.add_argument("--threads", type=count, default=threads, metavar="N", help="of the CPU (all)")
-    parser.add_argument(
-        "--stretched",
-        nargs="?",
-        const="gh200",
-        metavar="MACHINE",
-        help="compare the scheduler at a fraction of the size with a plan's events on this machine (gh200)",
-    )
     parser.add_argument("--json", type=options.new_file, metavar="FILE", help="write the results there too")
     asked = parser.parse_args(words)
-    if asked.stretched is not None:
-        return stretch(asked)
-    settings = pacing.Settings(
-        PRESETS[asked.preset],
-        asked.threads,
-        asked.rounds,
-        asked.lr,
-        asked.clipped,
-        asked.last_share,
-    )
+    settings = pacing.Settings(asked.threads, asked.rounds, asked.lr, asked.clipped)
     rows: list[pacing.Row] = []
     with Console(stderr=True).status("warming up") as status:
-        for parameters in asked.parameters:
-            for layers in asked.layers:
-                for row in pacing.measure(parameters, layers, asked.ratios, settings):
-                    rows.append(row)
-                    status.update(f"{row.parameters:,} parameters, {layers} layers, {row.ratio:g} x Adam")
+        for row in pacing.measure(asked.parameters, asked.layers, asked.ratios, settings):
+            rows.append(row)
+            status.update(f"{row.ratio:g} x Adam")
     console, environment = Console(), Environment.here()
-    title = f"superadam on a clock with the rates of {asked.preset}, {asked.threads} threads of {environment.processor}"
-    console.print(title, highlight=False)
+    where = f"{asked.threads} threads of {environment.processor}"
+    console.print(f"superadam on a clock with the rates of an H200, {where}", highlight=False)
     console.print(pacing_report.to_table(rows, settings))
     for line in pacing_report.notes(rows, settings):
         console.print(line, style="dim", highlight=False)
     if asked.json is not None:
         found = pacing_report.to_json(environment, settings, rows)
-        pacing_report.write(asked.json, json.dumps(found, indent=1) + "\n", rows, title)
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

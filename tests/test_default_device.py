@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from measures.paced_device import PRESETS, PacedDevice
+from measures.paced_device import H200, PacedDevice
 from support.optimizers import through_disk
 from support.visible import visible
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ DEVICES: dict[str, Any] = {
     "plain": (PlainDevice, 0),
     "simulated": (lambda: SimulatedDevice(1), 0),
     "kept": (lambda: SimulatedDevice(2), 2),
-    "paced": (lambda: PacedDevice(PRESETS["h200"]), 0),
+    "paced": (lambda: PacedDevice(H200), 0),
 }
 
 

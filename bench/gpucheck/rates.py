@@ -21,7 +21,7 @@ from superadam.cli.bench.pairs import compare, times_of
 from superadam.cli.traffic import bytes_per_element
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Pass
 from superadam.kernels.resident_step import ResidentStep
 
 
@@ -215,14 +215,14 @@ def kernel_rates(device: torch.device, size: int, tensors: int, rounds: int) -> 
 
 def pass_rates(numel: int, rounds: int) -> Iterator[Rate]:
     """Yield the rates of the CPU's passes, with bf16 gradients and parameters."""
-    setting = passes.Setting(native.active_isa(), native.get_num_threads(), Dtype.BFLOAT16, Dtype.BFLOAT16)
-    arrays = PassArrays(numel, setting.gradient_dtype, setting.out_dtype)
+    setting = passes.Setting(native.active_isa(), native.get_num_threads())
+    arrays = PassArrays(numel, *passes.DTYPES)
     chosen = (Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
     compared = compare(
         *(passes.action(arrays, which, setting, with_norm=which is not Pass.UPDATE) for which in chosen), rounds
     )
     for which, spread in zip(chosen, (compared.first, compared.second), strict=True):
-        moved = numel * bytes_per_element(which, setting.gradient_dtype, setting.out_dtype)
+        moved = numel * bytes_per_element(which, *passes.DTYPES)
         words = f"CPU, {which.name.lower().replace('_', ' ')}, {setting.threads} threads"
         yield Rate(words, moved / spread.median / 1e9, elements_per_second=numel / spread.median)
 

@@ -193,7 +193,7 @@ def floor_of(task: Task, numel: int, threads: int) -> Side:
     length = native.chunk_count(numel) * native.CHUNK
     arrays = PassArrays(length, *dtypes)
     probe = arrays if length <= USUAL else PassArrays(USUAL, *dtypes)  # far above caches; trying all ways takes long
-    setting = passes.Setting(native.active_isa(), threads, *dtypes)
+    setting = passes.Setting(native.active_isa(), threads)
     moves = []
     for which in (Pass.NORM, Pass.UPDATE):
         kernel = passes.action(probe, which, setting, with_norm=which is Pass.NORM)

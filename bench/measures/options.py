@@ -7,13 +7,6 @@ import math
 from pathlib import Path
 
 
-def count(text: str) -> int:
-    """Return a number of at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
 def number(text: str) -> float:
     """Return a finite number of at least 0."""
     if not 0.0 <= (value := float(text)) < math.inf:
@@ -25,13 +18,6 @@ def positive(text: str) -> float:
     """Return a finite number above 0."""
     if (value := number(text)) == 0.0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def share(text: str) -> float:
-    """Return a number from 0 to 1."""
-    if (value := number(text)) > 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is above 1")
     return value
 
 

@@ -11,7 +11,6 @@ holds for any size, and copies have no latency.
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
 import operator
@@ -20,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,9 +40,6 @@ _nbytes_of = operator.attrgetter("nbytes")
 SECTOR_BYTES = 32
 """What a GPU's memory reads and writes at least."""
 
-BUSY_KEPT = 20_000
-"""Length of `PacedDevice.busy`, beyond which the oldest entries are dropped."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -59,30 +55,12 @@ class Rates:
     memory: float
 
 
-PRESETS = {
-    "h200": Rates(55e9, 55e9, 4.8e12),
-    "gh200": Rates(450e9, 450e9, 4.0e12),
-    "mi300a": Rates(2.65e12, 2.65e12, 5.3e12),
-}
-"""Peak rates of hardware.
+H200 = Rates(55e9, 55e9, 4.8e12)
+"""H200 SXM behind PCIe 5 x16.
 
-- h200: H200 SXM behind PCIe 5 x16. Memory 4.8 TB/s (NVIDIA H200 data sheet); the link has 64 GB/s each way, of which
-  `nvbandwidth` shows 55.6 (NVIDIA developer blog, "NVIDIA NVbandwidth").
-- gh200: Grace Hopper with 96 GB of HBM3. Memory 4 TB/s, NVLink-C2C 450 GB/s each way (NVIDIA GH200 data sheet). Copies
-  reach less: Fusco et al., "Understanding Data Movement in Tightly Coupled Heterogeneous Systems", arXiv:2408.11556.
-- mi300a: CPU and GPU share one memory of 5.3 TB/s (AMD CDNA 3 white paper), so that a copy reads and writes it. Copy
-  engines reach less: Wahlgren et al., "Dissecting CPU-GPU Unified Physical Memory on AMD MI300A APUs",
-  arXiv:2508.12743.
+Memory 4.8 TB/s (NVIDIA H200 data sheet); the link has 64 GB/s each way, of which `nvbandwidth` shows 55.6 (NVIDIA
+developer blog, "NVIDIA NVbandwidth").
 """
-
-
-class Busy(NamedTuple):
-    """Work of a stream, from `begin` to `end` in seconds of the device's clock."""
-
-    stream: Stream
-    name: str
-    begin: float
-    end: float
 
 
 class PacedEvent:
@@ -155,7 +133,6 @@ class PacedDevice(PlainDevice):
         sleep: sleeps for the given seconds.
 
     Attributes:
-        busy: work of all streams, in the order in which it was enqueued.
         own_seconds: CPU time of the main thread in methods that call a driver where the device is one.
     """
 
@@ -174,7 +151,6 @@ class PacedDevice(PlainDevice):
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.rates, self.now, self.sleep = rates, now, sleep
-        self.busy: collections.deque[Busy] = collections.deque(maxlen=BUSY_KEPT)
         self._free_bytes = free_bytes
         self._allocated: dict[int, int] = {}  # bytes, by address
         self.constants = list(constants)
@@ -189,12 +165,10 @@ class PacedDevice(PlainDevice):
 
     # ---- clocks ------------------------------------------------------------------------------------------------------
 
-    def spend(self, stream: Stream, seconds: float, name: str) -> None:
+    def spend(self, stream: Stream, seconds: float) -> None:
         """Enqueue work of this duration, such as a layer of the model."""
         with self._lock:
-            begin = max(self._ends[stream], self.now())
-            self._ends[stream] = begin + seconds
-            self.busy.append(Busy(stream, name, begin, begin + seconds))
+            self._ends[stream] = max(self._ends[stream], self.now()) + seconds
 
     @_counted
     def record(self, stream: Stream) -> PacedEvent:
@@ -227,7 +201,7 @@ class PacedDevice(PlainDevice):
             packed = _over(gradients[0].data_ptr(), layout.numel, dtype, gradients)
         else:
             packed = super().pack(gradients, layout, dtype)
-        self.spend(Stream.CURRENT, (_nbytes(gradients) + packed.nbytes) / self.rates.memory, "pack")
+        self.spend(Stream.CURRENT, (_nbytes(gradients) + packed.nbytes) / self.rates.memory)
         if norm is not None:
             if is_constant:
                 self._read_norms(gradients, norm)
@@ -241,7 +215,7 @@ class PacedDevice(PlainDevice):
         state = [getattr(step, name) for step in steps for name in ARRAYS]
         moved = 2 * _nbytes([tensor for tensor in state if tensor is not None])
         moved += sum(step.gradient.nbytes + step.parameter.nbytes for step in steps)
-        self.spend(Stream.CURRENT, moved / self.rates.memory, "adam")
+        self.spend(Stream.CURRENT, moved / self.rates.memory)
         self._deferred.append(functools.partial(stand_in.update, list(steps), list(sets)))
         if not self.constants:
             self.run_deferred()
@@ -265,7 +239,7 @@ class PacedDevice(PlainDevice):
         """Copy; sources on the host are read over the link."""
         rates, on_host = self.rates, _nbytes([source for source in sources if self.is_host(source)])
         seconds = (2 * _nbytes(sources) - on_host) / rates.memory + on_host / rates.upload
-        self.spend(Stream.CURRENT, seconds, "publish")
+        self.spend(Stream.CURRENT, seconds)
         if not self.constants:
             super().scatter(sources, targets)
 
@@ -273,7 +247,7 @@ class PacedDevice(PlainDevice):
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
         """Replace values; each is written in a sector of the memory of its own."""
         moved = _nbytes([index, values]) + 2 * SECTOR_BYTES * values.numel()
-        self.spend(Stream.CURRENT, moved / self.rates.memory, "publish")
+        self.spend(Stream.CURRENT, moved / self.rates.memory)
         if not self.constants:
             super().put(buffer, index, values)
 
@@ -290,7 +264,7 @@ class PacedDevice(PlainDevice):
         rate = {Stream.DOWNLOAD: rates.download, Stream.UPLOAD: rates.upload}.get(
             stream, min(rates.download, rates.upload)
         )
-        self.spend(stream, source.nbytes / rate, stream.value)
+        self.spend(stream, source.nbytes / rate)
         if self._is_constant(source):
             slab = destination.new_empty(0).set_(destination)  # type: ignore[call-overload]  # stays taken
             destination.set_(_over(source.data_ptr(), source.numel(), source.dtype, [source, slab]))  # type: ignore[call-overload]

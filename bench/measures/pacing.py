@@ -18,7 +18,7 @@ import torch
 
 from measures import contests
 from measures.gradient_norms import MAX_NORM, gradient_norms
-from measures.paced_device import PacedDevice, Rates
+from measures.paced_device import H200, PacedDevice
 from measures.peers import FUSED
 from measures.threads import computing_threads
 from measures.timed_model import Gradients, TimedModel, without_samples
@@ -29,10 +29,8 @@ from superadam.cli.bench.pairs import Action, Spread, times_of
 from superadam.cli.plan.rates import PASSES, WITH_NORM
 from superadam.devices import Stream
 from superadam.kernels import native
-from superadam.kernels.native import Dtype
 from superadam.offload.needs import bytes_of_state
 from superadam.offload.placement import FREE_SHARE, Placement
-from superadam.offload.trace import Trace
 from superadam.step.outcome import StepKind
 
 CLIP_EVERY = 10
@@ -62,8 +60,6 @@ MOST_OF_PASSES = 1 << 26
 SEEDS = 50
 """Tried, to have the wanted share of clipped steps also in a run's few steps, and in the fewer that are timed."""
 
-_TRACKS = {Stream.DOWNLOAD: "download", Stream.UPLOAD: "upload", Stream.CURRENT: "model"}
-
 
 @dataclass
 class Side:
@@ -75,10 +71,8 @@ class Side:
         seconds: of iterations, by whether they were clipped.
         python: CPU seconds of the training thread, without the device's own, in each iteration that was not clipped: a
             clipped one runs kernels.
-        waited: seconds in which the training thread waited for the worker.
         buckets: handed to the worker.
         accepted, redone: tensors whose speculation was published, and those that were updated again with the verdict.
-        trace: of the last turn.
     """
 
     name: str
@@ -88,11 +82,9 @@ class Side:
     placement: Placement | None = None
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     python: list[float] = field(default_factory=list)
-    waited: float = 0.0
     buckets: int = 0
     accepted: int = 0
     redone: int = 0
-    trace: Trace = field(default_factory=Trace)
 
     def iterate(self) -> bool:
         """Make one iteration; return whether it was clipped."""
@@ -121,7 +113,7 @@ class Side:
         before = None
         if scheduler is not None:
             before = replace(scheduler.statistics), replace(scheduler.optimizer.statistics)
-        begin = end = device.record(Stream.CURRENT).passed_at()
+        end = device.record(Stream.CURRENT).passed_at()
         for _ in range(timed):
             last, python = end, time.thread_time() - device.own_seconds
             is_clipped = self.iterate()
@@ -132,22 +124,10 @@ class Side:
         device.record(Stream.CURRENT).synchronize()
         if scheduler is not None and before is not None:
             now, steps = scheduler.statistics, scheduler.optimizer.statistics
-            self.waited += now.waited_seconds - before[0].waited_seconds
             self.buckets += now.buckets - before[0].buckets
             self.accepted += steps.accepted - before[1].accepted
             self.redone += steps.respeculated - before[1].respeculated
-            self._look_back(scheduler, begin)
             scheduler.synchronize()  # or its worker would run in another side's turn
-
-    def _look_back(self, scheduler: OffloadScheduler, since: float) -> None:
-        """Record the trace of the turn."""
-        self.trace = Trace()
-        for span in scheduler.trace.spans:
-            if span.begin >= since and span.track in ("training", "worker"):
-                self.trace.add(span.name, span.track, span.begin, span.end, **span.details)
-        for busy in list(self.model.device.busy):
-            if busy.begin >= since:
-                self.trace.add(busy.name, _TRACKS[busy.stream], busy.begin, busy.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +144,6 @@ class SideResult:
             step computes again counts as not hidden, as far as it takes the iteration longer.
         accepted, redone: shares of the tensors of all timed steps: those whose speculation was published, and those
             that were speculated on but updated again with the verdict. All others were updated once, with the verdict.
-        waited_seconds: in which the training thread waited for the worker, in all steps.
         python_seconds: of its CPU time in steps that were not clipped, without what the device takes of it; None
             without any.
         bucket_seconds: of that, for each bucket, in hooks and in the step: what it takes longer than with the clock.
@@ -179,7 +158,6 @@ class SideResult:
     hidden_share: float
     accepted: float
     redone: float
-    waited_seconds: float
     python_seconds: float | None
     bucket_seconds: float | None
 
@@ -198,7 +176,6 @@ class Row:
         clipped_share: of the timed steps.
         lowest_norm, highest_norm: of the gradients of timed steps; the limit is `gradient_norms.MAX_NORM`.
         placements: sides with fixed placements.
-        trace: of a turn of "auto".
     """
 
     parameters: int
@@ -217,7 +194,6 @@ class Row:
     placements: list[SideResult]
     after_backward: SideResult
     torch: SideResult
-    trace: Trace
 
     @property
     def best(self) -> SideResult:
@@ -230,20 +206,16 @@ class Settings:
     """What is the same in all rows.
 
     Attributes:
-        rates: of the device.
         threads: of the CPU.
         rounds: turns of each side.
         lr: learning rate.
         clipped: share of clipped steps; None for one in `CLIP_EVERY`, whose times do not count.
-        last_share: of the elements, in the tensor whose gradient comes last; None where all tensors have one size.
     """
 
-    rates: Rates
     threads: int
     rounds: int
     lr: float
     clipped: float | None = None
-    last_share: float | None = None
 
 
 def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Settings) -> Iterator[Row]:
@@ -255,12 +227,13 @@ def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Set
         settings: all else.
     """
     with computing_threads(settings.threads):
-        gradients = Gradients(_numels(parameters, layers, settings.last_share), WARM_UPS + TIMED)
+        numel = max(64, parameters // layers // 64 * 64)
+        gradients = Gradients([numel] * layers, WARM_UPS + TIMED)
         norms = norms_of_turns(settings.clipped, settings.rounds)
         models = [TimedModel(gradients) for _ in range(3)]
         optimizers = [_optimizer(model, settings.lr, norms) for model in models[:2]]
-        shape = layers, sum(gradients.numels) // layers
-        sides = contests.ours(contests.Task.CAST, *shape), contests.theirs(contests.Task.CAST, FUSED, *shape)
+        task = contests.Task.CAST
+        sides = contests.ours(task, layers, numel), contests.theirs(task, FUSED, layers, numel)
         for side in sides:
             side.renew()
         plain_steps = [side.run for side in sides]
@@ -269,15 +242,6 @@ def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Set
                 row = _row(gradients, models, optimizers, plain_steps, norms, ratio, settings)
             yield row
             gc.collect()  # schedulers are in cycles, which hold gigabytes
-
-
-def _numels(parameters: int, layers: int, last_share: float | None) -> list[int]:
-    """Return the elements of each layer, in the order of forward; the first one's gradient comes last."""
-    numel = max(64, parameters // layers // 64 * 64)
-    if last_share is None or layers == 1:
-        return [numel] * layers
-    last = max(64, int(last_share * parameters) // 64 * 64)
-    return [last, *[max(64, (parameters - last) // (layers - 1) // 64 * 64)] * (layers - 1)]
 
 
 def norms_of_turns(clipped: float | None, rounds: int) -> list[list[float]]:
@@ -318,12 +282,11 @@ def _row(
     ratio: float,
     settings: Settings,
 ) -> Row:
-    rates, threads = settings.rates, settings.threads
-    total = sum(gradients.numels)
+    threads, total = settings.threads, sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
     free_bytes = int((KEPT_SHARE * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
     for model in models:
-        model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
+        model.device = PacedDevice(H200, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam
 
     def begin_turn(number: int) -> None:
@@ -384,7 +347,6 @@ def _row(
             placements=[result(side) for side in fixed],
             after_backward=result(after[0]),
             torch=result(after[1]),
-            trace=auto.trace,
         )
 
 
@@ -430,10 +392,10 @@ def _step_after_backward(action: Action, model: TimedModel) -> bool:
     """Download gradients after backward, make a whole step on the host, and upload the new values."""
     device, size = model.device, sum(parameter.nbytes for parameter in model.weights)
     device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-    device.spend(Stream.DOWNLOAD, size / device.rates.download, "gradients")
+    device.spend(Stream.DOWNLOAD, size / device.rates.download)
     device.record(Stream.DOWNLOAD).synchronize()
     action()
-    device.spend(Stream.UPLOAD, size / device.rates.upload, "new values")
+    device.spend(Stream.UPLOAD, size / device.rates.upload)
     device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
     return _drop_gradients(model)
 
@@ -445,8 +407,8 @@ def _seconds_of(action: Action) -> float:
 
 def seconds_of_passes(numel: int, threads: int) -> dict[str, float]:
     """Return the seconds of an element in each pass over so many, in bf16 with fp32 state."""
-    arrays = PassArrays(numel, Dtype.BFLOAT16, Dtype.BFLOAT16)
-    setting = passes.Setting(native.active_isa(), threads, Dtype.BFLOAT16, Dtype.BFLOAT16)
+    arrays = PassArrays(numel, *passes.DTYPES)
+    setting = passes.Setting(native.active_isa(), threads)
     return {
         name: _seconds_of(passes.action(arrays, which, setting, with_norm=name in WITH_NORM)) / numel
         for name, which in PASSES.items()
@@ -473,7 +435,6 @@ def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> Si
         hidden_share=max(0.0, 1.0 - max(0.0, typical - alone) / adam),
         accepted=side.accepted / tensors,
         redone=side.redone / tensors,
-        waited_seconds=side.waited / count,
         python_seconds=python,
         bucket_seconds=bucket,
     )

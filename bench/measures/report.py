@@ -16,14 +16,13 @@ from measures.contests import Contest, ContestResult
 from measures.overlap import OverlapResult
 from measures.peers import LeftOut, Peer, versions
 from superadam.cli.bench import report
-from superadam.cli.bench.passes import PassResult
+from superadam.cli.bench.pairs import Comparison
 
 
 @dataclass
 class Results:
     """What was measured so far, of which peers, and what was not."""
 
-    passes: list[PassResult] = field(default_factory=list)
     contests: list[ContestResult] = field(default_factory=list)
     overlap: list[OverlapResult] = field(default_factory=list)
     peers: Sequence[Peer] = ()
@@ -37,7 +36,6 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
         "packages": versions(results.peers),
         "openmp": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "GOMP_"))},
         "left_out": [asdict(each) for each in results.left_out],
-        "passes": [report.pass_as_json(row) for row in results.passes],
         "contests": [
             {
                 "task": row.contest.task.value,
@@ -46,15 +44,24 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
                 "threads": row.contest.threads,
                 "tensors": row.contest.tensors,
                 "numel": row.contest.numel,
-                **report.comparison_as_json(row.comparison),
+                **_comparison(row.comparison),
             }
             for row in results.contests
         ],
         "overlap": [
-            {name: value for name, value in asdict(row).items() if name != "comparison"}
-            | report.comparison_as_json(row.comparison)
+            {name: value for name, value in asdict(row).items() if name != "comparison"} | _comparison(row.comparison)
             for row in results.overlap
         ],
+    }
+
+
+def _comparison(found: Comparison) -> dict[str, Any]:
+    """Return the ratio of the pairs, and the seconds of both sides."""
+    return {
+        "pairs": found.pairs,
+        "ratio": asdict(found.ratio),
+        "seconds": asdict(found.first),
+        "against_seconds": asdict(found.second),
     }
 
 
@@ -68,9 +75,8 @@ def to_text(content: dict[str, Any]) -> str:
 
 
 def to_table(results: Results) -> Table:
-    """Return the one table: passes over the floor, steps over those of peers, iterations over plain ones."""
+    """Return the one table: steps over those of peers, iterations over plain ones."""
     table = report.comparisons_table()
-    report.add_passes(table, results.passes)
     for section, rows in itertools.groupby(results.contests, lambda row: _section(row.contest)):
         report.add_section(table, section)
         for row in rows:
@@ -90,7 +96,6 @@ def _section(contest: Contest) -> str:
 def notes(results: Results, pairs: int) -> list[str]:
     """Return what a reader of the table needs: sizes, what a ratio is against, and what was left out."""
     return [
-        *report.notes(results.passes),
         *(
             "Steps: tensors x elements, peer. SpeculativeCPUAdamW.step, which always takes the norm, against what the "
             "title says with the peer's step; new gradients before each."

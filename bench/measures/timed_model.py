@@ -125,13 +125,13 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, model: TimedModel, layer: int) -> Tensor:
         ctx.model, ctx.layer = model, layer
-        model.device.spend(Stream.CURRENT, model.forward_seconds / len(model.gradients.numels), "forward")
+        model.device.spend(Stream.CURRENT, model.forward_seconds / len(model.gradients.numels))
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         model: TimedModel = ctx.model
-        model.device.spend(Stream.CURRENT, model.backward_seconds / len(model.gradients.numels), "backward")
+        model.device.spend(Stream.CURRENT, model.backward_seconds / len(model.gradients.numels))
         return gradients[0], model.gradients.of(model.step - 1, ctx.layer), None, None
 
 

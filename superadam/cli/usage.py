@@ -1,7 +1,11 @@
-"""`UsageError`, which commands raise for input that can be corrected; `main` makes it a sentence and status 2."""
+"""`UsageError`, which commands raise for input that can be corrected, and types of options.
+
+`main` makes a sentence of such an error, and status 2. What a type says is wrong follows the name of the option.
+"""
 
 from __future__ import annotations
 
+import argparse
 from importlib.util import find_spec
 
 
@@ -14,3 +18,17 @@ def require_modules(command: str, *modules: str, extra: str = "cli") -> None:
     for module in modules:
         if find_spec(module) is None:
             raise UsageError(f"'superadam {command}' needs {module}; install it with: pip install 'superadam[{extra}]'")
+
+
+def count(word: str) -> int:
+    """Return a number of at least 1."""
+    if (value := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"{word} is below 1, expected a number of them")
+    return value
+
+
+def share(word: str) -> float:
+    """Return a number from 0 to 1."""
+    if not 0 <= (value := float(word)) <= 1:
+        raise argparse.ArgumentTypeError(f"{word} is no share, expected 0 to 1")
+    return value

@@ -88,26 +88,20 @@ def run(model: Any, tokens: Tensor, loss: str, enter: Callable[[str], object] = 
     def leave(parameter: Tensor) -> None:
         parameter.grad = None
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(leave)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    try:
-        enter(FORWARD)
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        enter(HEAD)
-        hidden.register_hook(lambda gradient: enter(LAYERS))
-        head = model.get_output_embeddings()
-        if loss == "chunked":
-            result = chunked_loss(hidden, head, tokens)
-        else:
-            result = model.loss_function(logits=head(hidden), labels=tokens, vocab_size=model.config.vocab_size)
-        del hidden
-        torch.autograd.backward(result)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(leave)
+    enter(FORWARD)
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    enter(HEAD)
+    hidden.register_hook(lambda gradient: enter(LAYERS))
+    head = model.get_output_embeddings()
+    if loss == "chunked":
+        result = chunked_loss(hidden, head, tokens)
+    else:
+        result = model.loss_function(logits=head(hidden), labels=tokens, vocab_size=model.config.vocab_size)
+    del hidden
+    torch.autograd.backward(result)
 
 
 def recomputing(model: Any, *, is_wanted: bool) -> Any:

@@ -19,7 +19,6 @@ COUNTED = 12  # iterations whose mean counts: schedules may alternate
 class Passes:
     """Seconds of one element in each pass; `fused` commits and speculates."""
 
-    norm: float
     speculate: float
     commit: float
     fused: float
@@ -49,17 +48,6 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Clipping:
-    """Steps that are clipped; docs/clipping.md has the times of test and patch."""
-
-    share: float = 0.0  # of the steps
-    is_predicted: bool = True  # else the worker only sums norms in such steps, and `step()` makes them
-    test: float = 1.30  # time of a pass that lists uncertain elements, in times of one that does not
-    patch: float = 0.08  # in the same
-    missed: float = 0.07  # of the elements of such steps: updated again with the verdict
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """What is trained."""
 
@@ -71,7 +59,6 @@ class Work:
     size: int = 2  # bytes of a gradient and of a working copy
     room: float | None = None  # bytes of new values that the device has room for; None for all of them
     flows: bool = False  # whether weights are in host memory, and copied to the device when a layer computes
-    clipping: Clipping = Clipping()
     resident: float = 24.0  # bytes of state that a resident step moves for each element
 
     @property
@@ -89,7 +76,6 @@ class Step:
     adam: float  # all of the optimizer's work on the CPU, by itself
     waited: float  # after backward, for the worker
     python: float  # in `step()`
-    updated: float  # updates and patches after the verdict
     published: float  # until new values are in the parameters
     stalled: float  # in which backward waits for copies
 
@@ -101,10 +87,8 @@ class Step:
 
 def simulate(rates: Rates, work: Work) -> Step:
     """Return the mean of iterations, but for the first ones."""
-    runner, steps = _Runner(rates, work), []
-    for number in range(LEFT_OUT + COUNTED):
-        share = work.clipping.share
-        steps.append(runner.iterate(math.floor((number + 1) * share) > math.floor(number * share)))
+    runner = _Runner(rates, work)
+    steps = [runner.iterate() for _ in range(LEFT_OUT + COUNTED)]
     return Step(*(sum(each) / COUNTED for each in zip(*map(astuple, steps[LEFT_OUT:]), strict=True)))
 
 
@@ -117,10 +101,9 @@ class _Runner:
         self.uncommitted: dict[int, None] = {}
         self.leaving = [index for index, bucket in enumerate(work.buckets) if not bucket.is_resident]
 
-    def iterate(self, is_clipped: bool) -> Step:
-        rates, work, clipping = self.rates, self.work, self.work.clipping
+    def iterate(self) -> Step:
+        rates, work = self.rates, self.work
         passes, size = rates.passes, work.size
-        waits = is_clipped and not clipping.is_predicted
         began, forward, backward = self.now, work.forward, work.backward
         if work.flows:  # copies run while the model computes: the longer of both counts
             layers = size * work.numel
@@ -137,34 +120,26 @@ class _Runner:
             if bucket.is_resident:
                 continue
             each = passes.fused if index in self.uncommitted else passes.speculate
-            each = passes.norm if waits else each * (clipping.test if is_clipped else 1.0)
-            if waits and index in self.uncommitted:
-                each += passes.commit
             self.uncommitted.pop(index, None)
             self.worker += each * bucket.numel + rates.worker_per_bucket
             travelled += bucket.numel
-            is_on_host = work.room is not None and size * (leaving - travelled) + size * bucket.numel > work.room
-            if work.flows or waits:
+            if work.flows:
                 continue
-            if is_on_host:
+            if work.room is not None and size * (leaving - travelled + bucket.numel) > work.room:  # it stays there
                 waits_on_host += size * bucket.numel
             else:
                 self.up = max(self.up, self.worker) + size * bucket.numel / rates.upload
         waited, python = max(0.0, self.worker - ended), rates.step_per_bucket * len(work.buckets)
-        missed = (1.0 if waits else clipping.missed) if is_clipped else 0.0
-        patch = clipping.patch * passes.speculate if is_clipped and not waits else 0.0
-        updated = (missed * passes.update + patch) * leaving
-        judged = max(self.worker, ended) + python + updated
-        late = missed * size * min(leaving, work.bucket_numel) / rates.upload  # parts: one travels, the next is made
-        published = max(judged + late + waits_on_host / rates.upload, self.up)
+        judged = max(self.worker, ended) + python
+        published = max(judged + waits_on_host / rates.upload, self.up)
         copied = 2 * size * leaving
         published += copied / (rates.host if work.flows else rates.memory)
         published += (work.resident + 2 * size) * (work.numel - leaving) / rates.memory
         self.now, self.worker = published, max(self.worker, judged)
-        self.uncommitted = {} if waits else dict.fromkeys(reversed(self.leaving))
+        self.uncommitted = dict.fromkeys(reversed(self.leaving))
         clock = work.micro_batches * (work.forward + work.backward)
         adam = passes.fused * work.numel
-        return Step(published - began, clock, adam, waited, python, updated, published - judged, stalled)
+        return Step(published - began, clock, adam, waited, python, published - judged, stalled)
 
     def _arrivals(self, at: float, backward: float) -> tuple[list[float], float, float]:
         """Return when each bucket has arrived on the host, when backward ends, and how long it waited for the link."""

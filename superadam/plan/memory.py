@@ -35,7 +35,6 @@ class Setting:
     master: str = "fp32"
     checkpointing: bool = True  # whether layers are computed again in backward
     flows: bool = False  # whether weights are in host memory (`CPUOffloadPolicy`)
-    clipped: float = 0.0  # share of steps that are
 
     @property
     def storage(self) -> Storage:
@@ -88,7 +87,6 @@ class Memory:
     host_limit: int
     waiting: int  # new values that wait on the host for the verdict
     room: int | None  # on the GPU for new values; None where all have room
-    cut: tuple[str, ...] = ()  # names of tensors that are larger than a bucket
     one_memory: bool = False  # whether both limits are of one memory
 
     @property
@@ -171,8 +169,7 @@ def memory_of(subject: Subject, setting: Setting, machine: Machine, found: Activ
         gpu[END] = gpu[END] | {"new values": mine - waiting}
         gpu[STEP] = fixed | {"new values": mine - waiting}
     host = _host(shards, setting, machine, placement, waiting, mine)
-    cut = tuple(name for name, shard in shards.items() if shard.numel() > placement.bucket_numel)
-    return Memory(gpu, host, limit, int(machine.host_memory.value), waiting, room, cut, machine.one_memory)
+    return Memory(gpu, host, limit, int(machine.host_memory.value), waiting, room, machine.one_memory)
 
 
 def _host(

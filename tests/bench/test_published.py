@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import published as command
-from measures import published
+import published
 from support.presets import PRESETS, peaks_found_once  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ def test_every_row_is_predicted_or_says_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("what", ["figures", "gains"])
 def test_the_page_has_what_the_command_prints(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([what]) == 0
+    assert published.main([what]) == 0
     assert capsys.readouterr().out in PAGE
 
 

@@ -1,7 +1,6 @@
 """`superadam bench`: how it times, what the floor moves, and the whole run at a tiny size; never how fast it is."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -46,8 +45,6 @@ def test_a_ratio_is_of_the_same_pair():
     found = compare(ours, theirs, len(drift), clock=clock)
     assert found.ratio == Spread(0.5, 0.5, 0.5)
     assert (found.first.median, found.second.median, found.pairs) == (4.0, 8.0, 5)
-    with pytest.raises(ValueError, match="at least 1"):
-        compare(lambda: None, lambda: None, 0)
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30))
@@ -168,10 +165,10 @@ def test_bytes_per_element():
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("dtype", "form"), KINDS)
-def test_every_pass_is_measured_in_every_setting(dtype, form, isa):
-    setting = Setting(isa, 2, dtype, SETTINGS[dtype], form)
-    rows = list(passes.measure(2 * native.CHUNK - 5, [setting], 2))
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_pass_is_measured_in_every_setting(form, isa):
+    setting = Setting(isa, 2, form)
+    rows = list(passes.measure(2 * native.CHUNK - 5, setting, 2))
     assert [(row.which, row.with_norm) for row in rows] == list(passes.PASSES)
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
@@ -183,59 +180,37 @@ def test_every_pass_is_measured_in_every_setting(dtype, form, isa):
 
 
 @pytest.fixture
-def tiny(monkeypatch, capsys, tmp_path):
-    """Return what runs the command, and returns what it printed and its JSON."""
+def tiny(monkeypatch, capsys):
+    """Return what runs the command, and returns what it printed."""
     monkeypatch.setattr(command, "NUMEL", 8192)
     monkeypatch.setattr(command, "PAIRS", 2)
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*words):
-        target = tmp_path / "bench.json"
-        assert cli.main(["bench", "--isa", "scalar", "--threads", "2", *words, "--json", str(target)]) == 0
+        assert cli.main(["bench", *words]) == 0
         printed = capsys.readouterr().out
         assert max(map(len, printed.splitlines())) <= 80
         assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
-        return printed, json.loads(target.read_text())
+        return printed
 
     return run
 
 
-def test_the_command_prints_one_table_and_writes_json(tiny):
-    printed, read = tiny()
+def test_the_command_prints_one_table(tiny):
+    printed = tiny()
     assert printed.count("ratio  ") == 1  # one header: one table
-    for word in ("commit+speculate, norm", "update", "scalar, 2 thr., bf16>bf16", "bench/compare.py", "bench/pace.py"):
-        assert word in printed
-    assert set(read) == {"environment", "passes"}
-    assert read["environment"]["isa"] == native.active_isa()
-    names = [(which.name.lower(), with_norm) for which, with_norm in passes.PASSES]
-    assert [(row["pass"], row["norm"]) for row in read["passes"]] == names
-    for row in read["passes"]:
-        assert (row["isa"], row["threads"], row["pairs"], row["numel"]) == ("scalar", 2, 2, 8192)
-        assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
-        assert row["seconds"]["median"] > 0
+    setting = f"{native.active_isa()}, {native.get_num_threads()} thr., bf16>bf16"
+    for word in ("commit+speculate, norm", "update", setting, "over 8,192 elements", "of 2 interleaved pairs"):
+        assert word in " ".join(printed.split())
 
 
-@pytest.mark.parametrize(
-    ("moments", "master", "commit_bytes", "update_bytes"),
-    [("bf16", "fp32", 18, 20), ("8bit", "24bit", 12.0625, 14.0625), ("fp32", "24bit", 24, 26)],
-)
-def test_the_command_says_how_state_is_stored(moments, master, commit_bytes, update_bytes, tiny):
-    printed, read = tiny("--moments", moments, "--master", master)
+@pytest.mark.parametrize(("moments", "master"), [("bf16", "fp32"), ("8bit", "24bit"), ("fp32", "24bit")])
+def test_the_command_says_how_state_is_stored(moments, master, tiny):
     names = [name.replace("fp", "f") for name in (master, moments)]
-    assert f"bf16>bf16, {'+'.join(names)} " in printed
-    assert all([row["master"], row["moments"]] == names for row in read["passes"])
-    found = {(row["pass"], row["bytes_per_element"]) for row in read["passes"]}
-    assert found > {("commit", commit_bytes), ("update", update_bytes)}
-
-
-@pytest.mark.usefixtures("tiny")
-def test_json_that_cannot_be_written_is_a_sentence(capsys):
-    assert cli.main(["bench", "--threads", "1", "--json", "/dev/full"]) == cli.USAGE_STATUS
-    error = capsys.readouterr().err
-    sentence = "cannot write the output: No space left on device; free some space or choose another place"
-    assert error == f"superadam: {sentence}\n"
+    assert f"bf16>bf16, {'+'.join(names)} " in tiny("--moments", moments, "--master", master)
+    assert command.setting_of(moments, master).format == Storage(Moments(moments), Master(master)).format
 
 
 def test_defaults_are_those_of_training():
-    setting = command.setting_of(None, None)
-    assert (setting.isa, setting.threads) == (native.active_isa(), native.get_num_threads())
+    setting = command.setting_of()
+    assert setting == Setting(native.active_isa(), native.get_num_threads())

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from measures.paced_device import PRESETS, PacedDevice
+from measures.paced_device import H200, PacedDevice
 from torch import Tensor
 
 from superadam.devices import CudaDevice, Device, PlainDevice
@@ -15,7 +15,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "plain": PlainDevice,
     "lazy": lambda: SimulatedDevice(0, 0.0),
     "hasty": lambda: SimulatedDevice(1, 0.9),
-    "paced": lambda: PacedDevice(PRESETS["h200"]),
+    "paced": lambda: PacedDevice(H200),
     **({"cuda": lambda: CudaDevice("cuda")} if torch.cuda.is_available() else {}),
 }
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from measures.paced_device import PRESETS, PacedDevice
+from measures.paced_device import H200, PacedDevice
 from support.optimizers import DTYPES
 from support.overlap import layout_of
 from torch import Tensor, nn
@@ -25,9 +25,7 @@ def lazy(seed: int = 0) -> SimulatedDevice:
     return SimulatedDevice(seed, eagerness=0.0)
 
 
-@pytest.mark.parametrize(
-    "device", [PlainDevice(), lazy(), PacedDevice(PRESETS["h200"])], ids=["plain", "lazy", "paced"]
-)
+@pytest.mark.parametrize("device", [PlainDevice(), lazy(), PacedDevice(H200)], ids=["plain", "lazy", "paced"])
 @pytest.mark.parametrize("part", ["state", "gradients", "pending", "shadows", "largest"])
 def test_more_than_this_machine_has_is_refused_by_every_device(device: Device, part: str) -> None:
     with pytest.raises(MemoryError, match=r"^training .* needs about [\d,]+\.\d\d GB of host memory, but this process"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from measures.paced_device import PRESETS, PacedDevice
+from measures.paced_device import H200, PacedDevice
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
@@ -115,7 +115,7 @@ def test_gradients_that_travel_have_the_dtype_of_the_link(dtype, transfer_dtype)
 def test_new_values_wait_on_the_host_where_the_device_has_no_room(free: int, gpu_buckets: int, waiting: int) -> None:
     _, optimizer = make(torch.bfloat16)
     for more in (0, 2):  # buckets, whose state takes room as well
-        device = PacedDevice(PRESETS["h200"], free_bytes=free + more * 100 * bytes_of_one())
+        device = PacedDevice(H200, free_bytes=free + more * 100 * bytes_of_one())
         needs = needs_of_run(optimizer, device, Placement(gpu_buckets + more, 100, None, 1))
         assert needs.shadows == waiting
 
@@ -141,7 +141,7 @@ def remembering(monkeypatch: pytest.MonkeyPatch, limit: int, available: int) -> 
 
 class Paced(PacedDevice):
     def __init__(self) -> None:
-        super().__init__(PRESETS["h200"])
+        super().__init__(H200)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])

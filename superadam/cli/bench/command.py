@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from superadam.cli.bench.passes import PASSES, Setting, measure
 from superadam.cli.usage import UsageError, require_modules
 from superadam.kernels import native
-from superadam.kernels.native import Dtype
 from superadam.state.storage import Master, Moments, Storage
 
 NUMEL = 16 << 20
 """Elements that each pass runs over: with bf16 gradients, 288 MiB."""
 
 PAIRS = 21
-
-ELSEWHERE = (
-    "Steps against torch's, whole iterations with overlap, and schedules at the rates of a GPU are measured by "
-    "bench/compare.py and bench/pace.py in superadam's repository."
-)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,64 +22,47 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure the passes over optimizer state against this machine's memory",
         description="Measure every pass over the optimizer's state, with bf16 gradients and weights, against its "
-        "floor: the fastest way to move the same memory without the arithmetic.",
-        epilog=f"Leave the machine alone while it runs. {ELSEWHERE}",
+        "floor: the fastest way to move the same memory without the arithmetic. Instruction set and threads are those "
+        "of training, or of SUPERADAM_ISA and SUPERADAM_THREADS.",
+        epilog="Leave the machine alone while it runs.",
     )
-    parser.add_argument("--isa", metavar="NAME", help="instruction set (the best one that can run)")
-    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (as many as training uses)")
     moments, masters = ([way.value for way in formats] for formats in (Moments, Master))
     parser.add_argument("--moments", choices=moments, default="fp32", help="how moments are stored (default: fp32)")
     parser.add_argument("--master", choices=masters, default="fp32", help="how masters are stored (default: fp32)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.set_defaults(run=run)
 
 
-def setting_of(
-    isa: str | None = None, threads: int | None = None, moments: str = "fp32", master: str = "fp32"
-) -> Setting:
-    """Return where the passes run, and over which state; None stands for the default.
+def setting_of(moments: str = "fp32", master: str = "fp32") -> Setting:
+    """Return where training runs its passes, over state that is stored so.
 
     Raises:
-        UsageError: an option, `SUPERADAM_ISA` or `SUPERADAM_THREADS` names what cannot run here.
+        UsageError: `SUPERADAM_ISA` or `SUPERADAM_THREADS` names what cannot run here.
     """
-    runnable = native.available_isas()
-    if isa is not None and isa not in runnable:
-        raise UsageError(f"--isa {isa} cannot run on this machine; choose from {', '.join(runnable)}")
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads} is below 1; name at least one thread")
     try:
-        isa, threads = isa or native.active_isa(), threads or native.get_num_threads()
+        isa, threads = native.active_isa(), native.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Setting(isa, threads, Dtype.BFLOAT16, Dtype.BFLOAT16, Storage(Moments(moments), Master(master)).format)
+    return Setting(isa, threads, Storage(Moments(moments), Master(master)).format)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, show the table, and write the JSON file if one is named.
+    """Measure, and show the table.
 
     Raises:
-        UsageError: an option has a value that cannot be used, or a module is not installed.
+        UsageError: the environment has a value that cannot be used, or a module is not installed.
     """
     require_modules("bench", "rich")
     from superadam.cli.bench import report
     from superadam.cli.console import Console
 
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UsageError(f"--json {arguments.json} is in a directory that does not exist; make {arguments.json.parent}")
-    if arguments.json is not None and (arguments.json.is_dir() or not os.access(arguments.json.parent, os.W_OK)):
-        raise UsageError(f"--json {arguments.json} cannot be written to, expected a file; name another")
-    setting, rows = setting_of(arguments.isa, arguments.threads, arguments.moments, arguments.master), []
+    setting, rows = setting_of(arguments.moments, arguments.master), []
     with Console(stderr=True).status("warming up") as status:
-        for row in measure(NUMEL, [setting], PAIRS):
+        for row in measure(NUMEL, setting, PAIRS):
             rows.append(row)
             status.update(f"{len(rows)} of {len(PASSES)} passes")
-    environment, console, table = report.Environment.here(), Console(), report.comparisons_table()
-    report.add_passes(table, rows)
-    console.print(environment.in_words(), highlight=False)
-    console.print(table)
-    for line in (*report.notes(rows), report.about_ratios(PAIRS), ELSEWHERE):
+    console = Console()
+    console.print(report.Environment.here().in_words(), highlight=False)
+    console.print(report.passes_table(setting, rows))
+    for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS)):
         console.print(line, style="dim", highlight=False)
-    if arguments.json is not None:
-        found = {"environment": asdict(environment), "passes": [report.pass_as_json(row) for row in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

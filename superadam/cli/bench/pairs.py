@@ -65,12 +65,7 @@ def compare(
 
     The order alternates, so that neither always finds the caches as the other left them. `before` has what runs untimed
     before every run of each.
-
-    Raises:
-        ValueError: `pairs` is below 1.
     """
-    if pairs < 1:
-        raise ValueError(f"the number of pairs is {pairs}; expected at least 1")
     actions = (first, second)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(WARM_UPS):

@@ -6,7 +6,7 @@ Each row compares `superadam.kernels.native.run` with `superadam.kernels.native.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from superadam.cli.bench import floor
@@ -30,17 +30,16 @@ PASSES = (
 """What is measured, each without or with the norm; `commit` never needs one, its gradient was summed before."""
 
 
+DTYPES = (Dtype.BFLOAT16, Dtype.BFLOAT16)
+"""Of gradients and of the working copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a pass runs: instruction set, maximum number of threads, and dtypes of gradients and working copy.
-
-    The state is FLOAT32, or FLOAT64 with FLOAT64 gradients; or of another format.
-    """
+    """Where a pass runs, with `threads` at most, and over which state."""
 
     isa: str
     threads: int
-    gradient_dtype: Dtype
-    out_dtype: Dtype
     format: Format = Format.PLAIN
 
 
@@ -50,8 +49,7 @@ class PassResult:
 
     Attributes:
         bytes_per_element: what it loads and stores.
-        floor: the fastest way to move the same memory.
-        comparison: the pass against that.
+        comparison: the pass against the fastest way to move the same memory.
     """
 
     which: Pass
@@ -59,7 +57,6 @@ class PassResult:
     setting: Setting
     numel: int
     bytes_per_element: float
-    floor: Variant
     comparison: Comparison
 
     @property
@@ -86,31 +83,22 @@ def action(arrays: PassArrays, which: Pass, setting: Setting, *, with_norm: bool
     )
 
 
-def measure(numel: int, chosen: Sequence[Setting], pairs: int) -> Iterator[PassResult]:
-    """Yield one row for each setting and pass as it is measured, over this many pairs of runs.
+def measure(numel: int, setting: Setting, pairs: int) -> Iterator[PassResult]:
+    """Yield one row for each pass as it is measured, over this many pairs of runs.
 
-    `numel` is rounded up to whole chunks; settings with the same dtypes share their arrays.
+    `numel` is rounded up to whole chunks.
     """
-    numel = native.chunk_count(numel) * native.CHUNK
-    floors: dict[tuple[Pass, int], Variant] = {}
-    arrays = None
-    for setting in sorted(chosen, key=lambda s: [c.gradient_dtype for c in chosen].index(s.gradient_dtype)):
-        kind = (setting.gradient_dtype, setting.out_dtype, setting.format)
-        if arrays is None or (arrays.gradient_dtype, arrays.out_dtype, arrays.format) != kind:
-            arrays = None  # release the old ones first
-            arrays = PassArrays(numel, *kind)
-            floors.clear()
-        for which, with_norm in PASSES:
-            kernel = action(arrays, which, setting, with_norm=with_norm)
-            key = (which, setting.threads)
-            if key not in floors:
-                floors[key] = floor.find_floor(arrays, which, setting.threads, kernel)
-            yield PassResult(
-                which,
-                with_norm,
-                setting,
-                numel,
-                bytes_per_element(which, *kind),
-                floors[key],
-                compare(kernel, floor.action(arrays, which, floors[key], setting.threads), pairs),
-            )
+    arrays = PassArrays(native.chunk_count(numel) * native.CHUNK, *DTYPES, setting.format)
+    floors: dict[Pass, Variant] = {}
+    for which, with_norm in PASSES:
+        kernel = action(arrays, which, setting, with_norm=with_norm)
+        if which not in floors:
+            floors[which] = floor.find_floor(arrays, which, setting.threads, kernel)
+        yield PassResult(
+            which,
+            with_norm,
+            setting,
+            arrays.numel,
+            bytes_per_element(which, *DTYPES, setting.format),
+            compare(kernel, floor.action(arrays, which, floors[which], setting.threads), pairs),
+        )

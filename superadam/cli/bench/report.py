@@ -1,14 +1,11 @@
-"""The results of benchmarks, as a table for people and as JSON for programs."""
+"""The results of benchmarks as a table."""
 
 from __future__ import annotations
 
-import itertools
-import operator
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -18,9 +15,7 @@ from superadam.cli.bench.pairs import Comparison
 from superadam.cli.bench.passes import PassResult, Setting
 from superadam.cli.console import new_table
 from superadam.host.machine import Host
-from superadam.kernels.native import Dtype, Format
-
-SHORT_NAMES = {Dtype.FLOAT32: "f32", Dtype.BFLOAT16: "bf16", Dtype.FLOAT16: "f16", Dtype.FLOAT64: "f64"}
+from superadam.kernels.native import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,44 +59,6 @@ def processor_name(host: Host) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def comparison_as_json(found: Comparison) -> dict[str, Any]:
-    """Return the ratio of the pairs, and the seconds of both sides."""
-    return {
-        "pairs": found.pairs,
-        "ratio": asdict(found.ratio),
-        "seconds": asdict(found.first),
-        "against_seconds": asdict(found.second),
-    }
-
-
-def pass_as_json(row: PassResult) -> dict[str, Any]:
-    """Return a row as plain values: seconds, bytes, elements and ratios."""
-    return {
-        "pass": row.which.name.lower(),
-        "norm": row.with_norm,
-        "isa": row.setting.isa,
-        "threads": row.setting.threads,
-        "gradient_dtype": row.setting.gradient_dtype.name.lower(),
-        "out_dtype": row.setting.out_dtype.name.lower(),
-        **_state(row.setting),
-        "numel": row.numel,
-        "bytes_per_element": row.bytes_per_element,
-        "bytes_per_second": row.bytes_per_second,
-        "floor": asdict(row.floor),
-        **comparison_as_json(row.comparison),
-    }
-
-
-def _state(setting: Setting) -> dict[str, str]:
-    """Return the names of how master and moments are stored."""
-    wide = "f64" if setting.gradient_dtype is Dtype.FLOAT64 else "f32"
-    moments = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
-    return {
-        "master": "24bit" if Format.MASTER_24BIT in setting.format else wide,
-        "moments": moments.get(setting.format & ~Format.MASTER_24BIT, wide),
-    }
-
-
 def in_words(count: float) -> str:
     """Return a number of parameters in billions, millions or thousands."""
     sizes = {"billion": 1e9, "million": 1e6}
@@ -139,24 +96,24 @@ def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float 
     )
 
 
-def add_passes(table: Table, rows: Sequence[PassResult]) -> None:
-    """Add a group for each setting."""
-    for setting, some in itertools.groupby(rows, operator.attrgetter("setting")):
-        dtypes = f"{SHORT_NAMES[setting.gradient_dtype]}>{SHORT_NAMES[setting.out_dtype]}"
-        if setting.format:
-            dtypes += f", {'+'.join(_state(setting).values())}"
-        add_section(table, f"{setting.isa}, {setting.threads} thr., {dtypes}")
-        for row in some:
-            add_row(table, row.name, row.comparison, row.bytes_per_second)
+def passes_table(setting: Setting, rows: Sequence[PassResult]) -> Table:
+    """Return the table of the passes in a setting."""
+    table = comparisons_table()
+    master = "24bit" if Format.MASTER_24BIT in setting.format else "f32"
+    narrow = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
+    state = f", {master}+{narrow.get(setting.format & ~Format.MASTER_24BIT, 'f32')}" if setting.format else ""
+    add_section(table, f"{setting.isa}, {setting.threads} thr., bf16>bf16{state}")
+    for row in rows:
+        add_row(table, row.name, row.comparison, row.bytes_per_second)
+    return table
 
 
-def notes(rows: Sequence[PassResult]) -> list[str]:
-    """Return what a reader needs to know of passes, if there are any."""
-    return [
-        f"Passes run over {row.numel:,} elements (gradient>working copy, master+moments if not f32). Their times are "
-        "over those of their floor, the fastest way to move the same memory without the arithmetic."
-        for row in rows[:1]
-    ]
+def about_passes(numel: int) -> str:
+    """Return what a reader needs to know of passes."""
+    return (
+        f"Passes run over {numel:,} elements (gradient>working copy, master+moments if not f32). Their times are over "
+        "those of their floor, the fastest way to move the same memory without the arithmetic."
+    )
 
 
 def about_ratios(pairs: int) -> str:

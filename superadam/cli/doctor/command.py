@@ -56,9 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(report.to_json(findings), indent=1) + "\n")
     else:
-        console = Console()
-        console.print(report.to_table(findings))
-        console.print(report.summary(findings), style="dim", highlight=False)
+        Console().print(report.to_table(findings))
     return BROKEN_STATUS if any(finding.status is Status.BROKEN for finding in findings) else 0
 
 

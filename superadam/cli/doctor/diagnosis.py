@@ -23,7 +23,6 @@ PROBES: tuple[tuple[str, Probe], ...] = (
     ("memory bandwidth", memory.bandwidth),
     ("huge pages", memory.huge_pages),
     ("pinned memory", memory.pinned_memory),
-    ("resctrl/MPAM", processor.cache_partitioning),
     ("GPU", accelerator.gpus),
     ("GPU driver", accelerator.driver),
     ("GPU link", accelerator.link),

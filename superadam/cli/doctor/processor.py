@@ -1,4 +1,4 @@
-"""Probes of the CPU: instruction sets, cores, threads, NUMA nodes, and the partitioning of caches by resctrl."""
+"""Probes of the CPU: instruction sets, cores, threads and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -151,28 +151,3 @@ def ranges_of(numbers: frozenset[int]) -> str:
         else:
             parts.append([number])
     return ",".join("-".join(map(str, part)) for part in parts)
-
-
-def cache_partitioning(host: Host) -> Finding:
-    """Report whether resctrl is offered and mounted."""
-    name = "resctrl/MPAM"
-    mpam = host.path("/sys/firmware/acpi/tables/MPAM").exists()
-    if host.path("/sys/fs/resctrl/schemata").exists():
-        schemata = ", ".join(line.strip() for line in host.read("/sys/fs/resctrl/schemata").splitlines())
-        return Finding(name, Status.OK, f"mounted: {schemata}", values={"mounted": True, "mpam": mpam})
-    values = {"mounted": False, "mpam": mpam}
-    offered = "resctrl" in host.read("/proc/filesystems").split()
-    resources = [path.rpartition("/")[2] for path in host.glob("/sys/fs/resctrl/info/*")]
-    if offered and (mpam or _has_flags(host)):
-        detail = "this processor has it, not mounted" + (f" ({', '.join(resources)})" if resources else "")
-        return Finding(name, Status.BETTER, detail, "sudo mount -t resctrl resctrl /sys/fs/resctrl", values)
-    if mpam:
-        detail = "this processor has MPAM, but the kernel offers no resctrl"
-        return Finding(name, Status.BETTER, detail, "boot a kernel with CONFIG_ARM64_MPAM=y", values)
-    return Finding(name, Status.OK, "not offered here; only busy shared machines gain from it", values=values)
-
-
-def _has_flags(host: Host) -> bool:
-    """Whether an x86 processor says that it can allocate cache or memory bandwidth."""
-    flags = next((line for line in host.read_or("/proc/cpuinfo", "").splitlines() if line.startswith("flags")), "")
-    return bool({"cat_l3", "cat_l2", "mba"} & set(flags.split()))

@@ -29,12 +29,6 @@ def to_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def summary(findings: Sequence[Finding]) -> str:
-    """Return the number of findings of each kind, in one line."""
-    counts = {status: sum(finding.status is status for finding in findings) for status in Status}
-    return ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
-
-
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return everything as plain values."""
     return {

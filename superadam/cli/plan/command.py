@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from superadam.cli.usage import UsageError, require_modules
+from superadam.cli.usage import UsageError, count, require_modules, share
 from superadam.state.storage import Master, Moments
 
 UNFIT_STATUS = 1
 
 
-def _count(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{word} is below 1, expected a number of them")
-    return value
-
-
-def _share(word: str) -> float:
-    value = float(word)
-    if not 0 <= value <= 1 or math.isnan(value):
-        raise argparse.ArgumentTypeError(f"{word} is no share, expected 0 to 1")
-    return value
-
-
 def _efficiency(word: str) -> float:
-    value = _share(word)
+    value = share(word)
     if value == 0:
         raise argparse.ArgumentTypeError(f"{word} is no efficiency, expected more than 0 and at most 1")
     return value
@@ -49,10 +34,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="preset, folder, or name in the hub's cache")
     parser.add_argument("--machine", metavar="M", help="its name, or a TOML file of that format (gh200)")
-    parser.add_argument("--batch", dest="sequences", type=_count, metavar="N", help="sequences of a micro-batch (1)")
-    parser.add_argument("--seq", dest="tokens", type=_count, metavar="N", help="tokens of a sequence (4096)")
-    parser.add_argument("--micro-batches", type=_count, metavar="N", help="of a step (1)")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="GPUs among which FSDP2 divides the model (1)")
+    parser.add_argument("--batch", dest="sequences", type=count, metavar="N", help="sequences of a micro-batch (1)")
+    parser.add_argument("--seq", dest="tokens", type=count, metavar="N", help="tokens of a sequence (4096)")
+    parser.add_argument("--micro-batches", type=count, metavar="N", help="of a step (1)")
+    parser.add_argument("--ranks", type=count, metavar="N", help="GPUs among which FSDP2 divides the model (1)")
     parser.add_argument("--loss", choices=["chunked", "full"], default="chunked", help="logits in parts, or whole")
     parser.add_argument("--moments", choices=[way.value for way in Moments], help="how they are stored (fp32)")
     parser.add_argument("--master", choices=[way.value for way in Master], help="how masters are stored (fp32)")
@@ -61,7 +46,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--flow", dest="flows", action="store_true", help="weights in host memory (CPUOffloadPolicy)")
     parser.add_argument("--gpu-efficiency", type=_efficiency, metavar="X", help="share of its peak (0.45, 0.55, 0.65)")
-    parser.add_argument("--clipped", type=_share, default=0.0, metavar="SHARE", help="of steps that are clipped (0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="write a machine with this CPU's passes there")
     parser.set_defaults(run=run)
@@ -123,8 +107,6 @@ def show(answer: Any) -> None:
         console.print(line, style="bold", highlight=False)
     if answer.timings:
         console.print(report.time_table(answer))
-        for line in report.picture(answer.timings[len(answer.timings) // 2]):
-            console.print(line, highlight=False, no_wrap=True)
     for line in report.notes(answer):
         console.print(line, style="dim", highlight=False)
 
@@ -143,7 +125,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--measure {arguments.measure} exists or has no folder, expected a new file; name another")
     base = machines.read(arguments.machine or "gh200")
     with Console(stderr=True).status("measuring passes"):
-        rows = list(measure(NUMEL, [setting_of()], PAIRS))
+        rows = list(measure(NUMEL, setting_of(), PAIRS))
     source = f"superadam bench: {Environment.here().in_words()}"
     machine = measured(base, rows, HostMemory.of(Host()).limit, source)
     arguments.measure.write_text(to_toml(machine))

@@ -1,16 +1,22 @@
-"""The buckets of a model, cut as a scheduler cuts them, and how many of them stay on the device."""
+"""The buckets of a model, cut as a scheduler cuts them, and the ways to make a step with them.
+
+These are: with the buckets on the device that a scheduler would choose, and without overlap.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from superadam.offload.placement import Placement, last_pieces
-from superadam.plan.events import Bucket
+from superadam.offload.placement import FREE_SHARE, LEAST_GAIN, Placement, last_pieces
+from superadam.plan.events import Bucket, Rates, Step, Work, simulate
 from superadam.state.parameter import piece_length
+
+ROUNDS = 40  # of changes of the placement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,3 +67,42 @@ def buckets_of(parts: Sequence[Part], placement: Placement) -> list[Bucket]:
     send(False, 1.0)
     send(True, 1.0)
     return buckets
+
+
+def placed(
+    rates: Rates, work: Work, parts: Sequence[Part], placement: Placement, free: float, bytes_of_state: float
+) -> tuple[int, Work, Step]:
+    """Return the number of resident buckets that a scheduler would come to, and its steps.
+
+    Args:
+        free: bytes of the device that its peak leaves.
+        bytes_of_state: of an element that stays.
+    """
+    most = max(0, int(FREE_SHARE * free / (bytes_of_state + work.size) // placement.bucket_numel))
+    most = min(most, -(-work.numel // placement.bucket_numel))
+    step = simulate(rates, work)
+    for _ in range(ROUNDS):
+        late = step.waited
+        if late <= LEAST_GAIN * (work.backward + late):
+            break
+        more = math.ceil(late / (rates.passes.fused * placement.bucket_numel))
+        wanted = min(placement.gpu_buckets + more, most)
+        if wanted <= placement.gpu_buckets:
+            break
+        placement = replace(placement, gpu_buckets=wanted)
+        work = replace(work, buckets=buckets_of(parts, placement))
+        step = simulate(rates, work)
+    return placement.gpu_buckets, work, step
+
+
+def synchronous(rates: Rates, work: Work) -> float:
+    """Return the seconds of an iteration whose optimizer begins after backward: download, update, upload.
+
+    Weights that flow are on the host already, as are their gradients; then the model waits for copies as it does here.
+    """
+    step, passes, moved = simulate(rates, work), rates.passes, work.size * work.numel
+    clock = work.micro_batches * (work.forward + work.backward)
+    adam = passes.update * work.numel
+    if work.flows:
+        return clock + step.stalled + adam
+    return clock + moved / rates.download + adam + moved / rates.upload
