@@ -16,7 +16,6 @@ from measures.contests import Contest, ContestResult
 from measures.overlap import OverlapResult
 from measures.peers import LeftOut, Peer, versions
 from superadam.cli.bench import report
-from superadam.cli.bench.pairs import Comparison
 
 
 @dataclass
@@ -44,24 +43,15 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
                 "threads": row.contest.threads,
                 "tensors": row.contest.tensors,
                 "numel": row.contest.numel,
-                **_comparison(row.comparison),
+                **report.comparison_as_json(row.comparison),
             }
             for row in results.contests
         ],
         "overlap": [
-            {name: value for name, value in asdict(row).items() if name != "comparison"} | _comparison(row.comparison)
+            {name: value for name, value in asdict(row).items() if name != "comparison"}
+            | report.comparison_as_json(row.comparison)
             for row in results.overlap
         ],
-    }
-
-
-def _comparison(found: Comparison) -> dict[str, Any]:
-    """Return the ratio of the pairs, and the seconds of both sides."""
-    return {
-        "pairs": found.pairs,
-        "ratio": asdict(found.ratio),
-        "seconds": asdict(found.first),
-        "against_seconds": asdict(found.second),
     }
 
 

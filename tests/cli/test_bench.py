@@ -1,6 +1,7 @@
 """`superadam bench`: how it times, what the floor moves, and the whole run at a tiny size; never how fast it is."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -180,37 +181,59 @@ def test_every_pass_is_measured_in_every_setting(form, isa):
 
 
 @pytest.fixture
-def tiny(monkeypatch, capsys):
-    """Return what runs the command, and returns what it printed."""
+def tiny(monkeypatch, capsys, tmp_path):
+    """Return what runs the command, and returns what it printed and its JSON."""
     monkeypatch.setattr(command, "NUMEL", 8192)
     monkeypatch.setattr(command, "PAIRS", 2)
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*words):
-        assert cli.main(["bench", *words]) == 0
+        target = tmp_path / "bench.json"
+        assert cli.main(["bench", "--isa", "scalar", "--threads", "2", *words, "--json", str(target)]) == 0
         printed = capsys.readouterr().out
         assert max(map(len, printed.splitlines())) <= 80
         assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
-        return printed
+        return printed, json.loads(target.read_text())
 
     return run
 
 
-def test_the_command_prints_one_table(tiny):
-    printed = tiny()
+def test_the_command_prints_one_table_and_writes_json(tiny):
+    printed, read = tiny()
     assert printed.count("ratio  ") == 1  # one header: one table
-    setting = f"{native.active_isa()}, {native.get_num_threads()} thr., bf16>bf16"
-    for word in ("commit+speculate, norm", "update", setting, "over 8,192 elements", "of 2 interleaved pairs"):
-        assert word in " ".join(printed.split())
+    for word in ("commit+speculate, norm", "update", "scalar, 2 thr., bf16>bf16"):
+        assert word in printed
+    assert set(read) == {"environment", "passes"}
+    assert read["environment"]["isa"] == native.active_isa()
+    names = [(which.name.lower(), with_norm) for which, with_norm in passes.PASSES]
+    assert [(row["pass"], row["norm"]) for row in read["passes"]] == names
+    for row in read["passes"]:
+        assert (row["isa"], row["threads"], row["pairs"], row["numel"]) == ("scalar", 2, 2, 8192)
+        assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
+        assert row["seconds"]["median"] > 0
 
 
-@pytest.mark.parametrize(("moments", "master"), [("bf16", "fp32"), ("8bit", "24bit"), ("fp32", "24bit")])
-def test_the_command_says_how_state_is_stored(moments, master, tiny):
+@pytest.mark.parametrize(
+    ("moments", "master", "commit_bytes", "update_bytes"),
+    [("bf16", "fp32", 18, 20), ("8bit", "24bit", 12.0625, 14.0625), ("fp32", "24bit", 24, 26)],
+)
+def test_the_command_says_how_state_is_stored(moments, master, commit_bytes, update_bytes, tiny):
+    printed, read = tiny("--moments", moments, "--master", master)
     names = [name.replace("fp", "f") for name in (master, moments)]
-    assert f"bf16>bf16, {'+'.join(names)} " in tiny("--moments", moments, "--master", master)
-    assert command.setting_of(moments, master).format == Storage(Moments(moments), Master(master)).format
+    assert f"bf16>bf16, {'+'.join(names)} " in printed
+    assert all([row["master"], row["moments"]] == names for row in read["passes"])
+    found = {(row["pass"], row["bytes_per_element"]) for row in read["passes"]}
+    assert found > {("commit", commit_bytes), ("update", update_bytes)}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_json_that_cannot_be_written_is_a_sentence(capsys):
+    assert cli.main(["bench", "--threads", "1", "--json", "/dev/full"]) == cli.USAGE_STATUS
+    error = capsys.readouterr().err
+    sentence = "cannot write the output: No space left on device; free some space or choose another place"
+    assert error == f"superadam: {sentence}\n"
 
 
 def test_defaults_are_those_of_training():
-    setting = command.setting_of()
-    assert setting == Setting(native.active_isa(), native.get_num_threads())
+    setting = command.setting_of(None, None)
+    assert (setting.isa, setting.threads) == (native.active_isa(), native.get_num_threads())

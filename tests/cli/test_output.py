@@ -45,7 +45,7 @@ def test_full_output_is_a_sentence(words, capsys):
 
 def test_status_is_the_same_where_sentences_cannot_be_written(monkeypatch):
     monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115
-    assert main(["convert", "none.json"]) == 2
+    assert main(["bench", "--threads", "0"]) == 2
 
 
 def test_closed_streams_take_everything(monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from superadam.cli.bench import passes
+from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Comparison, Spread
 from superadam.cli.plan.measure import measured, to_toml
 from superadam.cli.plan.rates import PASSES, seconds_of
@@ -82,7 +83,7 @@ def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
     rows = []
     for cost, which in enumerate(PASSES.values(), 1):
         compared = Comparison(1, Spread.of([1.0]), *[Spread.of([1e-6 * cost])] * 2)
-        rows += [passes.PassResult(which, norm, setting, 1000, 0.0, compared) for norm in (True, False)]
+        rows += [passes.PassResult(which, norm, setting, 1000, 0.0, Variant(32, 0), compared) for norm in (True, False)]
     base = machines.read("gh200")
     machine = measured(base, rows, 10**9, "here")
     assert seconds_of(machine).fused == pytest.approx(3e-9)

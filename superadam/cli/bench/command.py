@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from superadam.cli.bench.passes import PASSES, Setting, measure
@@ -22,47 +26,63 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure the passes over optimizer state against this machine's memory",
         description="Measure every pass over the optimizer's state, with bf16 gradients and weights, against its "
-        "floor: the fastest way to move the same memory without the arithmetic. Instruction set and threads are those "
-        "of training, or of SUPERADAM_ISA and SUPERADAM_THREADS.",
+        "floor: the fastest way to move the same memory without the arithmetic.",
         epilog="Leave the machine alone while it runs.",
     )
+    parser.add_argument("--isa", metavar="NAME", help="instruction set (the best one that can run)")
+    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (as many as training uses)")
     moments, masters = ([way.value for way in formats] for formats in (Moments, Master))
     parser.add_argument("--moments", choices=moments, default="fp32", help="how moments are stored (default: fp32)")
     parser.add_argument("--master", choices=masters, default="fp32", help="how masters are stored (default: fp32)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.set_defaults(run=run)
 
 
-def setting_of(moments: str = "fp32", master: str = "fp32") -> Setting:
-    """Return where training runs its passes, over state that is stored so.
+def setting_of(
+    isa: str | None = None, threads: int | None = None, moments: str = "fp32", master: str = "fp32"
+) -> Setting:
+    """Return where the passes run, and over which state; None stands for the default.
 
     Raises:
-        UsageError: `SUPERADAM_ISA` or `SUPERADAM_THREADS` names what cannot run here.
+        UsageError: an option, `SUPERADAM_ISA` or `SUPERADAM_THREADS` names what cannot run here.
     """
+    runnable = native.available_isas()
+    if isa is not None and isa not in runnable:
+        raise UsageError(f"--isa {isa} cannot run on this machine; choose from {', '.join(runnable)}")
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads} is below 1; name at least one thread")
     try:
-        isa, threads = native.active_isa(), native.get_num_threads()
+        isa, threads = isa or native.active_isa(), threads or native.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
     return Setting(isa, threads, Storage(Moments(moments), Master(master)).format)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and show the table.
+    """Measure, show the table, and write the JSON file if one is named.
 
     Raises:
-        UsageError: the environment has a value that cannot be used, or a module is not installed.
+        UsageError: an option has a value that cannot be used, or a module is not installed.
     """
     require_modules("bench", "rich")
     from superadam.cli.bench import report
     from superadam.cli.console import Console
 
-    setting, rows = setting_of(arguments.moments, arguments.master), []
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UsageError(f"--json {arguments.json} is in a directory that does not exist; make {arguments.json.parent}")
+    if arguments.json is not None and (arguments.json.is_dir() or not os.access(arguments.json.parent, os.W_OK)):
+        raise UsageError(f"--json {arguments.json} cannot be written to, expected a file; name another")
+    setting, rows = setting_of(arguments.isa, arguments.threads, arguments.moments, arguments.master), []
     with Console(stderr=True).status("warming up") as status:
         for row in measure(NUMEL, setting, PAIRS):
             rows.append(row)
             status.update(f"{len(rows)} of {len(PASSES)} passes")
-    console = Console()
-    console.print(report.Environment.here().in_words(), highlight=False)
+    environment, console = report.Environment.here(), Console()
+    console.print(environment.in_words(), highlight=False)
     console.print(report.passes_table(setting, rows))
     for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS)):
         console.print(line, style="dim", highlight=False)
+    if arguments.json is not None:
+        found = {"environment": asdict(environment), "passes": [report.pass_as_json(row) for row in rows]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

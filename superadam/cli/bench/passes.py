@@ -49,7 +49,8 @@ class PassResult:
 
     Attributes:
         bytes_per_element: what it loads and stores.
-        comparison: the pass against the fastest way to move the same memory.
+        floor: the fastest way to move the same memory.
+        comparison: the pass against that.
     """
 
     which: Pass
@@ -57,6 +58,7 @@ class PassResult:
     setting: Setting
     numel: int
     bytes_per_element: float
+    floor: Variant
     comparison: Comparison
 
     @property
@@ -100,5 +102,6 @@ def measure(numel: int, setting: Setting, pairs: int) -> Iterator[PassResult]:
             setting,
             arrays.numel,
             bytes_per_element(which, *DTYPES, setting.format),
+            floors[which],
             compare(kernel, floor.action(arrays, which, floors[which], setting.threads), pairs),
         )

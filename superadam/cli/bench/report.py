@@ -1,11 +1,12 @@
-"""The results of benchmarks as a table."""
+"""The results of benchmarks, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -59,6 +60,41 @@ def processor_name(host: Host) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
+def comparison_as_json(found: Comparison) -> dict[str, Any]:
+    """Return the ratio of the pairs, and the seconds of both sides."""
+    return {
+        "pairs": found.pairs,
+        "ratio": asdict(found.ratio),
+        "seconds": asdict(found.first),
+        "against_seconds": asdict(found.second),
+    }
+
+
+def pass_as_json(row: PassResult) -> dict[str, Any]:
+    """Return a row as plain values: seconds, bytes, elements and ratios."""
+    return {
+        "pass": row.which.name.lower(),
+        "norm": row.with_norm,
+        "isa": row.setting.isa,
+        "threads": row.setting.threads,
+        **_state(row.setting.format),
+        "numel": row.numel,
+        "bytes_per_element": row.bytes_per_element,
+        "bytes_per_second": row.bytes_per_second,
+        "floor": asdict(row.floor),
+        **comparison_as_json(row.comparison),
+    }
+
+
+def _state(format: Format) -> dict[str, str]:
+    """Return the names of how master and moments are stored."""
+    moments = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
+    return {
+        "master": "24bit" if Format.MASTER_24BIT in format else "f32",
+        "moments": moments.get(format & ~Format.MASTER_24BIT, "f32"),
+    }
+
+
 def in_words(count: float) -> str:
     """Return a number of parameters in billions, millions or thousands."""
     sizes = {"billion": 1e9, "million": 1e6}
@@ -99,9 +135,7 @@ def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float 
 def passes_table(setting: Setting, rows: Sequence[PassResult]) -> Table:
     """Return the table of the passes in a setting."""
     table = comparisons_table()
-    master = "24bit" if Format.MASTER_24BIT in setting.format else "f32"
-    narrow = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
-    state = f", {master}+{narrow.get(setting.format & ~Format.MASTER_24BIT, 'f32')}" if setting.format else ""
+    state = f", {'+'.join(_state(setting.format).values())}" if setting.format else ""
     add_section(table, f"{setting.isa}, {setting.threads} thr., bf16>bf16{state}")
     for row in rows:
         add_row(table, row.name, row.comparison, row.bytes_per_second)
