@@ -19,6 +19,7 @@ COUNTED = 12  # iterations whose mean counts: schedules may alternate
 class Passes:
     """Seconds of one element in each pass; `fused` commits and speculates."""
 
+    norm: float
     speculate: float
     commit: float
     fused: float
@@ -48,6 +49,16 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Clipping:
+    """Steps that are clipped; docs/clipping.md has the times of test and patch."""
+
+    share: float = 0.0  # of the steps, whose coefficients are predicted
+    test: float = 1.30  # time of a pass that lists uncertain elements, in times of one that does not
+    patch: float = 0.08  # in the same
+    missed: float = 0.07  # of the elements of such steps: updated again with the verdict
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What is trained."""
 
@@ -59,6 +70,7 @@ class Work:
     size: int = 2  # bytes of a gradient and of a working copy
     room: float | None = None  # bytes of new values that the device has room for; None for all of them
     flows: bool = False  # whether weights are in host memory, and copied to the device when a layer computes
+    clipping: Clipping = Clipping()
     resident: float = 24.0  # bytes of state that a resident step moves for each element
 
     @property
@@ -76,6 +88,7 @@ class Step:
     adam: float  # all of the optimizer's work on the CPU, by itself
     waited: float  # after backward, for the worker
     python: float  # in `step()`
+    updated: float  # updates and patches after the verdict
     published: float  # until new values are in the parameters
     stalled: float  # in which backward waits for copies
 
@@ -87,8 +100,10 @@ class Step:
 
 def simulate(rates: Rates, work: Work) -> Step:
     """Return the mean of iterations, but for the first ones."""
-    runner = _Runner(rates, work)
-    steps = [runner.iterate() for _ in range(LEFT_OUT + COUNTED)]
+    runner, steps = _Runner(rates, work), []
+    for number in range(LEFT_OUT + COUNTED):
+        share = work.clipping.share
+        steps.append(runner.iterate(math.floor((number + 1) * share) > math.floor(number * share)))
     return Step(*(sum(each) / COUNTED for each in zip(*map(astuple, steps[LEFT_OUT:]), strict=True)))
 
 
@@ -101,8 +116,8 @@ class _Runner:
         self.uncommitted: dict[int, None] = {}
         self.leaving = [index for index, bucket in enumerate(work.buckets) if not bucket.is_resident]
 
-    def iterate(self) -> Step:
-        rates, work = self.rates, self.work
+    def iterate(self, is_clipped: bool) -> Step:
+        rates, work, clipping = self.rates, self.work, self.work.clipping
         passes, size = rates.passes, work.size
         began, forward, backward = self.now, work.forward, work.backward
         if work.flows:  # copies run while the model computes: the longer of both counts
@@ -120,6 +135,7 @@ class _Runner:
             if bucket.is_resident:
                 continue
             each = passes.fused if index in self.uncommitted else passes.speculate
+            each *= clipping.test if is_clipped else 1.0
             self.uncommitted.pop(index, None)
             self.worker += each * bucket.numel + rates.worker_per_bucket
             travelled += bucket.numel
@@ -130,8 +146,11 @@ class _Runner:
             else:
                 self.up = max(self.up, self.worker) + size * bucket.numel / rates.upload
         waited, python = max(0.0, self.worker - ended), rates.step_per_bucket * len(work.buckets)
-        judged = max(self.worker, ended) + python
-        published = max(judged + waits_on_host / rates.upload, self.up)
+        missed, patch = (clipping.missed, clipping.patch * passes.speculate) if is_clipped else (0.0, 0.0)
+        updated = (missed * passes.update + patch) * leaving
+        judged = max(self.worker, ended) + python + updated
+        late = missed * size * min(leaving, work.bucket_numel) / rates.upload  # parts: one travels, the next is made
+        published = max(judged + late + waits_on_host / rates.upload, self.up)
         copied = 2 * size * leaving
         published += copied / (rates.host if work.flows else rates.memory)
         published += (work.resident + 2 * size) * (work.numel - leaving) / rates.memory
@@ -139,7 +158,7 @@ class _Runner:
         self.uncommitted = dict.fromkeys(reversed(self.leaving))
         clock = work.micro_batches * (work.forward + work.backward)
         adam = passes.fused * work.numel
-        return Step(published - began, clock, adam, waited, python, published - judged, stalled)
+        return Step(published - began, clock, adam, waited, python, updated, published - judged, stalled)
 
     def _arrivals(self, at: float, backward: float) -> tuple[list[float], float, float]:
         """Return when each bucket has arrived on the host, when backward ends, and how long it waited for the link."""

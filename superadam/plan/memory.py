@@ -35,6 +35,7 @@ class Setting:
     master: str = "fp32"
     checkpointing: bool = True  # whether layers are computed again in backward
     flows: bool = False  # whether weights are in host memory (`CPUOffloadPolicy`)
+    clipped: float = 0.0  # share of steps that are
 
     @property
     def storage(self) -> Storage:

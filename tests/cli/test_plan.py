@@ -44,7 +44,7 @@ def numbers(found: Any, path: str = "") -> Any:
 
 
 def test_every_number_says_how_far_it_can_be_trusted(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", folder, "--json", "--seq", "64"]) == 0
+    assert main(["plan", folder, "--json", "--clipped", "0.5", "--seq", "64"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {path for path in numbers(found) if not path.startswith("/setting/")} == set()  # which are given
     assert found["parameters"]["kind"] == "exact"

@@ -82,6 +82,7 @@ WRONG = {
     "plan nobody/nothing-here": "nobody/nothing-here is no preset",
     "plan phi-4 --machine abacus": "there is no machine abacus, expected a file or one of gb200, gh200",
     "plan phi-4 --machine two\nlines": "there is no machine two lines, expected a file",
+    "plan phi-4 --clipped 2": "",
     "plan phi-4 --batch 0": "",
     "plan phi-4 --gpu-efficiency 0": "",
     "plan phi-4 --seq x": "",

@@ -11,7 +11,7 @@ from superadam.cli.plan.rates import rates_of
 from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
 from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
-from superadam.plan.events import Rates, Step, Work, simulate
+from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
 from superadam.plan.memory import SIZE, Memory, Setting, Subject, activations_for, memory_of, placement_of, total
 
@@ -85,6 +85,7 @@ def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memo
         size=SIZE,
         room=memory.room,
         flows=setting.flows,
+        clipping=Clipping(setting.clipped),
         resident=2 * state,
     )
     resident, step = 0, simulate(rates, work)

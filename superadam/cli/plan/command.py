@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--flow", dest="flows", action="store_true", help="weights in host memory (CPUOffloadPolicy)")
     parser.add_argument("--gpu-efficiency", type=_efficiency, metavar="X", help="share of its peak (0.45, 0.55, 0.65)")
+    parser.add_argument("--clipped", type=share, default=0.0, metavar="SHARE", help="of steps that are clipped (0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="write a machine with this CPU's passes there")
     parser.set_defaults(run=run)

@@ -8,6 +8,7 @@ from superadam.plan.events import Passes, Rates
 from superadam.plan.machines import Machine
 
 PASSES = {
+    "norm": Pass.NORM,
     "speculate": Pass.SPECULATE,
     "commit": Pass.COMMIT,
     "fused": Pass.COMMIT_AND_SPECULATE,
@@ -15,7 +16,7 @@ PASSES = {
 }
 """The kernels' pass of each field of `Passes`."""
 
-WITH_NORM = ("speculate", "fused")
+WITH_NORM = ("norm", "speculate", "fused")
 """Those that sum the norm of gradients that have just arrived."""
 
 
@@ -32,7 +33,8 @@ def seconds_of(machine: Machine, format: Format = Format.PLAIN) -> Passes:
         return Passes(**{name: machine.passes[name].value * moved[name] / plain[name] for name in PASSES})
     busy = 1 + 4 / moved["fused"]  # with the copies of a gradient and of a new value
     arithmetic = machine.cpu_cycles.value / (machine.cpu_cores.value * machine.cpu_clock.value)
-    return Passes(**{name: max(busy * each / machine.cpu_bandwidth.value, arithmetic) for name, each in moved.items()})
+    of = {name: max(busy * each / machine.cpu_bandwidth.value, arithmetic) for name, each in moved.items()}
+    return Passes(**of | {"norm": busy * moved["norm"] / machine.cpu_bandwidth.value})
 
 
 def rates_of(machine: Machine, format: Format = Format.PLAIN) -> Rates:

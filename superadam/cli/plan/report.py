@@ -20,6 +20,7 @@ CAUSES = {
     "waited": "waiting for the CPU",
     "stalled": "waiting for the link",
     "python": "Python in step()",
+    "updated": "clipped steps",
     "published": "publication",
 }
 

@@ -102,7 +102,7 @@ def synchronous(rates: Rates, work: Work) -> float:
     """
     step, passes, moved = simulate(rates, work), rates.passes, work.size * work.numel
     clock = work.micro_batches * (work.forward + work.backward)
-    adam = passes.update * work.numel
+    adam = (passes.update + (passes.norm if work.clipping.share else 0.0)) * work.numel
     if work.flows:
         return clock + step.stalled + adam
     return clock + moved / rates.download + adam + moved / rates.upload
