@@ -52,7 +52,8 @@ class Bucket:
 class Clipping:
     """Steps that are clipped; docs/clipping.md has the times of test and patch."""
 
-    share: float = 0.0  # of the steps, whose coefficients are predicted
+    share: float = 0.0  # of the steps
+    is_predicted: bool = True  # else the worker only sums norms in such steps, and `step()` makes them
     test: float = 1.30  # time of a pass that lists uncertain elements, in times of one that does not
     patch: float = 0.08  # in the same
     missed: float = 0.07  # of the elements of such steps: updated again with the verdict
@@ -119,6 +120,7 @@ class _Runner:
     def iterate(self, is_clipped: bool) -> Step:
         rates, work, clipping = self.rates, self.work, self.work.clipping
         passes, size = rates.passes, work.size
+        waits = is_clipped and not clipping.is_predicted
         began, forward, backward = self.now, work.forward, work.backward
         if work.flows:  # copies run while the model computes: the longer of both counts
             layers = size * work.numel
@@ -135,18 +137,22 @@ class _Runner:
             if bucket.is_resident:
                 continue
             each = passes.fused if index in self.uncommitted else passes.speculate
-            each *= clipping.test if is_clipped else 1.0
+            each = passes.norm if waits else each * (clipping.test if is_clipped else 1.0)
+            if waits and index in self.uncommitted:
+                each += passes.commit
             self.uncommitted.pop(index, None)
             self.worker += each * bucket.numel + rates.worker_per_bucket
             travelled += bucket.numel
-            if work.flows:
+            is_on_host = work.room is not None and size * (leaving - travelled) + size * bucket.numel > work.room
+            if work.flows or waits:
                 continue
-            if work.room is not None and size * (leaving - travelled + bucket.numel) > work.room:  # it stays there
+            if is_on_host:
                 waits_on_host += size * bucket.numel
             else:
                 self.up = max(self.up, self.worker) + size * bucket.numel / rates.upload
         waited, python = max(0.0, self.worker - ended), rates.step_per_bucket * len(work.buckets)
-        missed, patch = (clipping.missed, clipping.patch * passes.speculate) if is_clipped else (0.0, 0.0)
+        missed = (1.0 if waits else clipping.missed) if is_clipped else 0.0
+        patch = clipping.patch * passes.speculate if is_clipped and not waits else 0.0
         updated = (missed * passes.update + patch) * leaving
         judged = max(self.worker, ended) + python + updated
         late = missed * size * min(leaving, work.bucket_numel) / rates.upload  # parts: one travels, the next is made
@@ -155,7 +161,7 @@ class _Runner:
         published += copied / (rates.host if work.flows else rates.memory)
         published += (work.resident + 2 * size) * (work.numel - leaving) / rates.memory
         self.now, self.worker = published, max(self.worker, judged)
-        self.uncommitted = dict.fromkeys(reversed(self.leaving))
+        self.uncommitted = {} if waits else dict.fromkeys(reversed(self.leaving))
         clock = work.micro_batches * (work.forward + work.backward)
         adam = passes.fused * work.numel
         return Step(published - began, clock, adam, waited, python, updated, published - judged, stalled)

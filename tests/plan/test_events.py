@@ -56,7 +56,7 @@ def predicted(row: dict[str, Any], side: dict[str, Any], rates: dict[str, float]
     buckets = buckets_of(parts_of(parameters, numel), Placement(int(kept), numel, None, int(threads)))
     clipping = Clipping()
     if row.get("clipped_share", 0.0) > 0.5:
-        clipping = Clipping(1.0, missed=side["redone"])
+        clipping = Clipping(1.0, is_predicted=side["accepted"] > 0.1, missed=side["redone"])
     times = row["forward_seconds"], row["backward_seconds"]
     work = Work(buckets, *times, bucket_numel=numel, clipping=clipping)
     python = 3e-4 + (side["bucket_seconds"] or 0.0) / int(threads)
@@ -83,7 +83,7 @@ def test_events_agree_with_the_scheduler() -> None:
     for machine in ("xeon-2", "xeon-cascade-lake"):  # whose passes were measured, and where every step is clipped
         assert median_error(f"{machine}*-pace.json", 1.0, is_measured=True) < 0.03, machine
         assert median_error(f"{machine}*-pace.json", 0.0, 1.0, is_measured=True) < 0.06, machine
-        assert median_error(f"{machine}*pace-clipped.json", 0.0) < 0.06, machine
+        assert median_error(f"{machine}*pace-clipped*.json", 0.0) < 0.06, machine
 
 
 RATES = Rates(3e12, 50e9, 50e9, Passes(2e-11, 2e-10, 3e-10, 4e-10, 3.8e-10), 3e-4, 9e-5, 1e11)
@@ -96,7 +96,7 @@ def works(draw: st.DrawFn) -> Work:
     buckets = [Bucket(numel, (index + 1) / count, index >= count - resident) for index in range(count)]
     backward = draw(st.floats(0.05, 4.0)) * 4e-10 * numel * count
     room = draw(st.sampled_from([None, 0.0, float(numel * count)])) if resident == 0 else None
-    clipping = Clipping(draw(st.sampled_from([0.0, 0.3, 1.0])))
+    clipping = Clipping(draw(st.sampled_from([0.0, 0.3, 1.0])), is_predicted=draw(st.booleans()))
     sizes = {"micro_batches": draw(st.integers(1, 3)), "bucket_numel": numel}
     return Work(buckets, backward / 3, backward, **sizes, room=room, clipping=clipping)
 
