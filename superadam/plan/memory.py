@@ -88,6 +88,7 @@ class Memory:
     host_limit: int
     waiting: int  # new values that wait on the host for the verdict
     room: int | None  # on the GPU for new values; None where all have room
+    cut: tuple[str, ...] = ()  # names of tensors that are larger than a bucket
     one_memory: bool = False  # whether both limits are of one memory
 
     @property
@@ -170,7 +171,8 @@ def memory_of(subject: Subject, setting: Setting, machine: Machine, found: Activ
         gpu[END] = gpu[END] | {"new values": mine - waiting}
         gpu[STEP] = fixed | {"new values": mine - waiting}
     host = _host(shards, setting, machine, placement, waiting, mine)
-    return Memory(gpu, host, limit, int(machine.host_memory.value), waiting, room, machine.one_memory)
+    cut = tuple(name for name, shard in shards.items() if shard.numel() > placement.bucket_numel)
+    return Memory(gpu, host, limit, int(machine.host_memory.value), waiting, room, cut, machine.one_memory)
 
 
 def _host(

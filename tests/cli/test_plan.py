@@ -59,6 +59,7 @@ def test_an_efficiency_that_is_given_replaces_the_range(folder: str, capsys: pyt
     assert "training fits" in out
     assert re.search(r"of its peak 0\.50a ", out)
     assert "seconds without overlap" in out
+    assert "█" in out
 
 
 def test_what_does_not_fit_ends_with_1_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +69,7 @@ def test_what_does_not_fit_ends_with_1_and_a_remedy(capsys: pytest.CaptureFixtur
     assert "training does not fit: the host needs" in out
     assert "it fits with --moments bf16 --master 24bit" in out
     assert "publication over the link takes" in out
+    assert "larger than a bucket, and cut: model.embed_tokens.weight" in out
 
 
 def test_measured_passes_are_a_machine(monkeypatch, tmp_path, folder, capsys):

@@ -1,4 +1,4 @@
-"""What `superadam plan` finds out: memory, and time at several efficiencies of the GPU."""
+"""What `superadam plan` finds out: memory, time at several efficiencies of the GPU, and what would be better."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from superadam.cli.plan.operations import operations
+from superadam.cli.plan.operations import Operations, operations
 from superadam.cli.plan.rates import rates_of
-from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
+from superadam.cli.plan.schedule import Part, buckets_of, parts_of, placed, synchronous
 from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
+from superadam.plan.activations import Activations
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
 from superadam.plan.memory import SIZE, Memory, Setting, Subject, activations_for, memory_of, placement_of, total
@@ -20,6 +21,9 @@ EFFICIENCIES = (0.45, 0.55, 0.65)
 
 LATE_BUCKETS = 2
 """For as many more `step()` may wait where Adam counts as hidden."""
+
+LEAST_GAIN = 0.05
+"""Of tokens per second: a smaller one is not proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,14 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Gain:
+    """A change that fits and trains faster: its factor of tokens per second."""
+
+    words: str
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Everything about one model, setting and machine."""
 
@@ -59,6 +71,7 @@ class Answer:
     memory: Memory
     timings: Sequence[Timing]
     remedies: Sequence[Remedy]
+    gains: Sequence[Gain]
 
     @property
     def kind_of_memory(self) -> Kind:
@@ -67,15 +80,17 @@ class Answer:
         return Kind.weakest([*kinds, *([Kind.ASSUMED] if self.setting.ranks > 1 else [])])
 
 
-def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
-    """Return a step's times at an efficiency; `memory` says what is left on the GPU for state."""
+def work_of(
+    subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float
+) -> tuple[Work, list[Part], Operations]:
+    """Return what a step's events need."""
     counted = operations(
         subject.config, subject.model, setting.sequences, setting.tokens, checkpointing=setting.checkpointing
     )
     placement, rate = placement_of(subject, setting), machine.gpu_operations.value * efficiency
     ordered = [(shard, counted.by_parameter.get(name, 0.0)) for name, shard in subject.shards(setting.ranks).items()]
     parts = parts_of(reversed(ordered), placement.bucket_numel)
-    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
+    state = bytes_of_state(setting.storage)
     work = Work(
         buckets_of(parts, placement),
         counted.forward / rate,
@@ -88,8 +103,16 @@ def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memo
         clipping=Clipping(setting.clipped),
         resident=2 * state,
     )
+    return work, parts, counted
+
+
+def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
+    """Return a step's times at an efficiency; `memory` says what is left on the GPU for state."""
+    work, parts, counted = work_of(subject, setting, machine, memory, efficiency)
+    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
     resident, step = 0, simulate(rates, work)
     if work.room is None and not setting.flows:
+        placement = placement_of(subject, setting)
         resident, work, step = placed(rates, work, parts, placement, max(0, memory.free), state)
     fixed = total(memory.gpu["forward"]) + (state + SIZE) * work.numel
     on_gpu = None
@@ -126,10 +149,39 @@ def hides_from(rates: Rates, work: Work) -> float:
     return high
 
 
+def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activations, efficiency: float) -> list[Gain]:
+    """Return changes that fit and raise tokens per second, the largest gain first."""
+    now = timing_of(subject, setting, machine, memory_of(subject, setting, machine, found), efficiency)
+    changes = [(replace(setting, sequences=k * setting.sequences), f"--batch {k * setting.sequences}") for k in (2, 4)]
+    if setting.micro_batches > 1:
+        fewer = replace(setting, sequences=setting.sequences * setting.micro_batches, micro_batches=1)
+        changes.append((fewer, f"--batch {fewer.sequences} --micro-batches 1"))
+    if setting.checkpointing:
+        changes.append((replace(setting, checkpointing=False), "--no-checkpointing"))
+    if (setting.moments, setting.master) == ("fp32", "fp32"):
+        changes.append((replace(setting, moments="bf16", master="24bit"), "--moments bf16 --master 24bit"))
+    gains = []
+    for changed, words in changes:
+        is_same = (changed.sequences, changed.checkpointing) == (setting.sequences, setting.checkpointing)
+        memory = memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed))
+        if not memory.trains:
+            continue
+        then = timing_of(subject, changed, machine, memory, efficiency)
+        if (factor := then.tokens_per_second / now.tokens_per_second) > 1 + LEAST_GAIN:
+            gains.append(Gain(words, factor))
+    return sorted(gains, key=lambda gain: -gain.factor)
+
+
 def answer_for(
-    name: str, subject: Subject, setting: Setting, machine: Machine, efficiency: float | None = None
+    name: str,
+    subject: Subject,
+    setting: Setting,
+    machine: Machine,
+    efficiency: float | None = None,
+    *,
+    looks_for_gains: bool = True,
 ) -> Answer:
-    """Return the answer; without an efficiency of the GPU, for a range of them.
+    """Return the answer; without an efficiency of the GPU, for a range of them. Gains take as long as all else.
 
     Raises:
         UnplannableError: the model's memory cannot be found out.
@@ -138,6 +190,7 @@ def answer_for(
     memory = memory_of(subject, setting, machine, found)
     chosen = EFFICIENCIES if efficiency is None else (efficiency,)
     if not memory.trains:
-        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found))
+        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), [])
     timings = [timing_of(subject, setting, machine, memory, each) for each in chosen]
-    return Answer(name, machine, setting, subject, memory, timings, [])
+    gains = gains_of(subject, setting, machine, found, chosen[len(chosen) // 2]) if looks_for_gains else []
+    return Answer(name, machine, setting, subject, memory, timings, [], gains)

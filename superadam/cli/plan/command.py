@@ -108,6 +108,8 @@ def show(answer: Any) -> None:
         console.print(line, style="bold", highlight=False)
     if answer.timings:
         console.print(report.time_table(answer))
+        for line in report.picture(answer.timings[len(answer.timings) // 2]):
+            console.print(line, highlight=False, no_wrap=True)
     for line in report.notes(answer):
         console.print(line, style="dim", highlight=False)
 

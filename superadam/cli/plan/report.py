@@ -15,6 +15,7 @@ from superadam.host.memory import gigabytes
 from superadam.plan.machines import Kind
 from superadam.plan.memory import MAPPED, RESUMING, SAVING, TRAINING, total
 
+WIDTH = 36  # characters of the picture
 LETTERS = {Kind.EXACT: "", Kind.MEASURED: "m", Kind.PUBLISHED: "p", Kind.ASSUMED: "a"}
 CAUSES = {
     "waited": "waiting for the CPU",
@@ -97,6 +98,9 @@ def verdict(answer: Answer) -> Iterator[str]:
             f"{gigabytes(memory.waiting)} of new values have no room on the GPU: they wait on the host, and their "
             f"publication over the link takes {seconds:.3f} s{LETTERS[answer.machine.upload.kind]} of each step"
         )
+    if memory.cut:
+        names = ", ".join(memory.cut[:3]) + (f" and {len(memory.cut) - 3} more" if len(memory.cut) > 3 else "")
+        yield f"larger than a bucket, and cut: {names}"
 
 
 def time_table(answer: Answer) -> Table:
@@ -128,11 +132,27 @@ def _exposed(cause: str, timing: Timing) -> str:
     return f"{getattr(timing.step, cause):.3f}"
 
 
+def picture(timing: Timing) -> list[str]:
+    """Return a step as bars: what the GPU computes, and what the step is longer by."""
+    step = timing.step
+    bars = {"forward, backward": step.clock, **{words: getattr(step, name) for name, words in CAUSES.items()}}
+    longest = max(step.seconds, step.clock)
+    lines, begin = [], 0.0
+    for words, seconds in bars.items():
+        first, last = round(WIDTH * begin / longest), round(WIDTH * min(longest, begin + seconds) / longest)
+        begin += seconds
+        if seconds > 0:
+            lines.append(f"{words:>31} {' ' * first}{'█' * max(1, last - first):<{WIDTH - first}} {seconds:.3f} s")
+    return lines
+
+
 def notes(answer: Answer) -> Iterator[str]:
     """Yield what a reader needs to know."""
     yield "No mark: exact, from shapes. m, p, a: from the machine's file or this command, measured, published, assumed."
     if answer.timings:
         yield "Times are the machine's by its file; --gpu-efficiency replaces the range, once you have measured it."
+    for gain in answer.gains:
+        yield f"{gain.words} would make {gain.factor:.2f} times the tokens per second"
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
@@ -172,4 +192,5 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "verdict": list(verdict(answer)),
         "remedies": [remedy.words for remedy in answer.remedies],
         "times": [*map(times, answer.timings)],
+        "gains": [{"words": gain.words, "factor": marked(gain.factor, weak)} for gain in answer.gains],
     }
