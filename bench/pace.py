@@ -2,15 +2,20 @@
 
     python bench/pace.py --parameters 200000000 --ratios 0.25 0.5 1 1.5 --json NAME.json
     python bench/pace.py --ratios 1 1.5 --clipped 1    where every step is clipped
+    python bench/pace.py --stretched --parameters 14800000000 --layers 280 --ratios 0.5 1 1.5
 
 Forward, backward and copies take their time on clocks while every core is free, as with a GPU. Each row also has steps
 after backward, superadam's and torch's. It cannot show contention for host memory or links, the cost of launching
 kernels, or autograd's device thread.
+
+With --stretched, the scheduler runs at a fraction of the size, with passes that last as long as those of the whole
+would on a machine of `superadam plan`, and the events of a plan are shown next to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -25,6 +30,28 @@ from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.cli.bench.report import Environment
 from superadam.cli.usage import count, share
 from superadam.kernels import native
+
+
+def stretch(asked: argparse.Namespace) -> int:
+    """Compare the scheduler with the events of a plan, and show one line for each row."""
+    from measures import stretched  # which needs transformers, for the machines of plans
+
+    from superadam.cli.plan.rates import rates_of
+    from superadam.plan import machines
+
+    rates, console, found = rates_of(machines.read(asked.stretched)), Console(), []
+    for ratio in asked.ratios:
+        row = stretched.measure(rates, asked.parameters, asked.layers, ratio)
+        found.append(dataclasses.asdict(row))
+        console.print(
+            f"{row.parameters:,} parameters, {row.buckets} buckets, {ratio:g} x Adam: forward and backward "
+            f"{row.clock:.4f} s, measured {row.measured:.4f} s (quickest {row.quickest:.4f}), by events "
+            f"{row.events:.4f} s, {row.error:+.1%}",
+            highlight=False,
+        )
+    if asked.json is not None:
+        asked.json.write_text(json.dumps({"machine": asked.stretched, "rows": found}, indent=1) + "\n")
+    return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -51,8 +78,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr", type=options.number, default=HYPERPARAMETERS.lr, metavar="X", help="(%(default)s)")
     parser.add_argument("--rounds", type=count, default=3, metavar="N", help="turns of each side (%(default)s)")
     parser.add_argument("--threads", type=count, default=threads, metavar="N", help="of the CPU (all)")
+    parser.add_argument(
+        "--stretched",
+        nargs="?",
+        const="gh200",
+        metavar="MACHINE",
+        help="compare the scheduler at a fraction of the size with a plan's events on this machine (gh200)",
+    )
     parser.add_argument("--json", type=options.new_file, metavar="FILE", help="write the results there too")
     asked = parser.parse_args(words)
+    if asked.stretched is not None:
+        return stretch(asked)
     settings = pacing.Settings(asked.threads, asked.rounds, asked.lr, asked.clipped)
     rows: list[pacing.Row] = []
     with Console(stderr=True).status("warming up") as status:
