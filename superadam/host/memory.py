@@ -68,60 +68,44 @@ class HostNeeds:
         return self.state + self.gradients + self.pending + self.shadows + self.lists + self.under_way
 
     def check(self, host: Host) -> None:
-        """Check that the host can hold this; see `require_memory`."""
-        parts = f"{gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients"
-        values = gigabytes(self.shadows + self.lists + self.under_way)
-        subject = f"training ({parts}, {values} of new values and buckets under way)"
+        """Check that this process can have all of it.
 
-        def enough(excess: int) -> str:
-            return "".join(f", or {words}" for words, size in self.changes().items() if size <= self.total - excess)
-
-        remedy = "allow this process more memory, train fewer parameters"
-        require_memory(host, self.total, subject, remedy, missing=self.missing, enough=enough)
-
-
-def require_memory(
-    host: Host,
-    needed: int,
-    subject: str,
-    remedy: str,
-    *,
-    missing: int | None = None,
-    enough: Callable[[int], str] = lambda excess: "",
-) -> None:
-    """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
-
-    What follows the remedy is asked of `enough`, which gets the bytes that are too many.
-
-    Warns where that is more than is left, if all ranks on this node need as much. Raises MemoryError where it is more
-    than the machine has, or than the control groups of this process allow.
-    """
-    try:
-        memory, count = HostMemory.of(host), local_rank(host).count
-    except (OSError, ValueError):
-        return  # unknown
-    if needed > memory.limit:
-        raise MemoryError(
-            f"{subject} needs about {gigabytes(needed)} of host memory, but this process can have "
-            f"{gigabytes(memory.limit)} at most; {remedy}{enough(needed - memory.limit)}"
+        Warns where what is missing is more than is left, if all ranks on this node need as much. Raises MemoryError
+        where the sum is more than the machine has, or than the control groups of this process allow.
+        """
+        try:
+            memory, count = HostMemory.of(host), local_rank(host).count
+        except (OSError, ValueError):
+            return  # unknown
+        subject = (
+            f"training ({gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients, "
+            f"{gigabytes(self.shadows + self.lists + self.under_way)} of new values and buckets under way)"
         )
-    if count * needed > memory.limit:
-        _logger.warning(
-            "%s needs about %s of host memory, and %d ranks on this machine need %s if each needs as much, but they "
-            "can have %s together at most; %s, or start fewer ranks on this machine",
-            *(subject, gigabytes(needed), count, gigabytes(count * needed), gigabytes(memory.limit)),
-            remedy + enough(needed - memory.limit // count),
-        )
-    elif (missing := count * (needed if missing is None else missing)) > memory.available:
-        _logger.warning(
-            "%s needs about %s more host memory%s, but by the system's estimate %s are available, beyond which it "
-            "swaps or ends programs; %s",
-            subject,
-            gigabytes(missing),
-            f" on {count} ranks" if count > 1 else "",
-            gigabytes(memory.available),
-            remedy + enough(-(-(missing - memory.available) // count)),
-        )
+
+        def remedy(excess: int) -> str:
+            """Return what to do where so many bytes are too many."""
+            fitting = [words for words, size in self.changes().items() if size <= self.total - excess]
+            return ", or ".join(["allow this process more memory, train fewer parameters", *fitting])
+
+        if self.total > memory.limit:
+            raise MemoryError(
+                f"{subject} needs about {gigabytes(self.total)} of host memory, but this process can have "
+                f"{gigabytes(memory.limit)} at most; {remedy(self.total - memory.limit)}"
+            )
+        if count * self.total > memory.limit:
+            _logger.warning(
+                "%s needs about %s of host memory, and %d ranks on this machine need %s if each needs as much, but "
+                "they can have %s together at most; %s, or start fewer ranks on this machine",
+                *(subject, gigabytes(self.total), count, gigabytes(count * self.total), gigabytes(memory.limit)),
+                remedy(self.total - memory.limit // count),
+            )
+        elif (missing := count * self.missing) > memory.available:
+            _logger.warning(
+                "%s needs about %s more host memory%s, but by the system's estimate %s are available, beyond which it "
+                "swaps or ends programs; %s",
+                *(subject, gigabytes(missing), f" on {count} ranks" if count > 1 else "", gigabytes(memory.available)),
+                remedy(-(-(missing - memory.available) // count)),
+            )
 
 
 @dataclass(frozen=True, slots=True)

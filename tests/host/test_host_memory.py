@@ -7,7 +7,7 @@ import pytest
 from support.machines import machine
 
 from superadam.host.machine import Group, groups_of
-from superadam.host.memory import Claim, HostMemory, HostNeeds, lockable_bytes, require_memory
+from superadam.host.memory import Claim, HostMemory, HostNeeds, lockable_bytes
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
@@ -74,22 +74,24 @@ def test_only_real_limits_refuse(files, limit, available, tmp_path, caplog):
     """In both, less than the limit is available; that is an estimate, of what is still to come."""
     host = machine(tmp_path, files)
     with caplog.at_level(logging.WARNING, "superadam"):
-        require_memory(host, available, "it", "do less")
-        require_memory(host, limit, "it", "do less", missing=available)
+        HostNeeds(available).check(host)
+        HostNeeds(limit, present=limit - available).check(host)
         assert not caplog.records
-        require_memory(host, limit, "it", "do less", missing=available + 1)
-        require_memory(host, available + 1, "it", "do less")
+        HostNeeds(limit, present=limit - available - 1).check(host)
+        HostNeeds(available + 1).check(host)
     assert len(caplog.records) == 2
     sentence = caplog.records[0].getMessage()
     assert f"needs about {(available + 1) / 1e9:.2f} GB more host memory, but by the system's estimate" in sentence
     assert f" {available / 1e9:.2f} GB are available" in sentence
-    assert sentence.endswith("; do less")
+    assert sentence.endswith("; allow this process more memory, train fewer parameters")
     assert "\n" not in sentence
     with pytest.raises(MemoryError) as caught:
-        require_memory(host, limit + 1, "it", "do less", missing=0)
+        HostNeeds(limit + 1, present=limit + 1).check(host)
+    too_many, most = (f"{size / 1e9:.2f} GB" for size in (limit + 1, limit))
     assert str(caught.value) == (
-        f"it needs about {(limit + 1) / 1e9:.2f} GB of host memory, but this process can have {limit / 1e9:.2f} GB at "
-        "most; do less"
+        f"training ({too_many} of state, 0.00 GB of gradients, 0.00 GB of new values and buckets under way) needs "
+        f"about {too_many} of host memory, but this process can have {most} at most; allow this process more memory, "
+        "train fewer parameters"
     )
 
 
@@ -112,7 +114,7 @@ def test_claims_of_processes_that_share_a_limit_count_together(tmp_path):
 
 
 def test_a_machine_that_does_not_say_refuses_nothing(tmp_path):
-    require_memory(machine(tmp_path, {}), 1 << 80, "it", "do less")
+    HostNeeds(1 << 80).check(machine(tmp_path, {}))
     claim = Claim.of(machine(tmp_path, {}), 1 << 60)
     claim.check([claim])
 
@@ -143,23 +145,25 @@ def test_ranks_that_do_not_fit_together_are_told(tmp_path, caplog):
     meminfo = {"/proc/meminfo": "MemTotal: 500000000 kB\nMemAvailable: 490000000 kB\n"}
     host = machine(tmp_path, meminfo, RANKS)
     needed = 65 * 10**9
-    require_memory(machine(tmp_path, meminfo), needed, "it", "do less")
+    HostNeeds(needed).check(machine(tmp_path, meminfo))
     assert not caplog.records
-    require_memory(host, needed, "it", "do less")
+    HostNeeds(needed).check(host)
     assert [record.message for record in caplog.records] == [
-        "it needs about 65.00 GB of host memory, and 8 ranks on this machine need 520.00 GB if each needs as much, but "
-        "they can have 512.00 GB together at most; do less, or start fewer ranks on this machine"
+        "training (65.00 GB of state, 0.00 GB of gradients, 0.00 GB of new values and buckets under way) needs about "
+        "65.00 GB of host memory, and 8 ranks on this machine need 520.00 GB if each needs as much, but they can have "
+        "512.00 GB together at most; allow this process more memory, train fewer parameters, or start fewer ranks on "
+        "this machine"
     ]
     caplog.clear()
-    require_memory(host, 64 * 10**9, "it", "do less", missing=62 * 10**9)
+    HostNeeds(64 * 10**9, present=2 * 10**9).check(host)
     assert not caplog.records
-    require_memory(host, 64 * 10**9, "it", "do less", missing=63 * 10**9)
+    HostNeeds(64 * 10**9, present=10**9).check(host)
     assert "needs about 504.00 GB more host memory on 8 ranks, but by the system's estimate" in caplog.text
 
 
 def test_a_control_group_may_hold_one_rank_or_all(tmp_path, caplog):
     host = machine(tmp_path, MEMINFO | VERSION_2 | group(GROUP, 1_000_000), RANKS)
-    require_memory(host, 125_001, "it", "do less")
+    HostNeeds(125_001).check(host)
     assert "8 ranks on this machine need 0.00 GB if each needs as much, but they can" in caplog.text
     with pytest.raises(MemoryError):
-        require_memory(host, 1_000_001, "it", "do less")
+        HostNeeds(1_000_001).check(host)
