@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import glob
 import os
 import secrets
 import time
@@ -25,43 +24,24 @@ def synchronize(path: Path) -> None:
         os.close(descriptor)
 
 
-_written: set[str] = set()  # names of files that threads of this process are writing
-
-
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replace `path` by what `write` writes to a binary file, in one step: after a power cut it is one or the other.
 
-    A process that is killed meanwhile leaves a file of another name behind, which the next call removes. Raises OSError
-    if writing fails; the older file is then as it was.
+    A process that is killed meanwhile leaves a file behind, `.NAME.*.part`. Raises OSError if writing fails; the older
+    file is then as it was.
     """
-    own = os.getpid()
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{own}.part")
+    process, part = os.getpid(), path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     if path.exists() and not path.is_file():  # /dev/null would be gone
         raise OSError(f"{path} is no regular file, expected one, or none; name another path")
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        process = left.name.split(".")[-2]
-        is_own = process == str(own) and left.name not in _written  # of an earlier process of this number
-        if is_own or (process.isdecimal() and not _lives(int(process))):
-            left.unlink(missing_ok=True)
-    _written.add(part.name)
     try:
-        with part.open("x+b") as file:
+        with part.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
-        forks.call_in(own, part.unlink, True)
-        _written.discard(part.name)
+        forks.call_in(process, part.unlink, True)
     synchronize(path.parent)  # the new name
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.getpgid(process)  # /proc may be absent, or hide those of other users
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
 
 
 _held: WeakSet[IO[str]] = WeakSet()  # lock files of this process

@@ -252,3 +252,5 @@ def _part_of(path: Path) -> Path:
 def _delete_parts(folder: Path) -> None:
     for part in folder.glob(".save-*.part"):
         shutil.rmtree(part, ignore_errors=True)
+    for part in folder.glob(f".{_LATEST}.*.part"):
+        part.unlink(missing_ok=True)
