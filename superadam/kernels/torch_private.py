@@ -164,30 +164,15 @@ STEP_MARK = "_opt_called"
 """The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 
 _wrap_step: Callable[..., Any] = _find("optim.Optimizer.profile_hook_step", lambda step: step)
-_wrapper_of_step = _wrap_step(lambda optimizer: None).__code__
-_hooks_of_all_steps: list[Any] = [
+step_wrapper = _wrap_step(lambda optimizer: None).__code__
+"""The code of what torch wraps `step()` in, for hooks and profilers; without that name, of nothing."""
+hooks_of_all_steps: list[Any] = [
     _wrap_step.__globals__.get(f"_global_optimizer_{when}_hooks", ["unknown"]) for when in ("pre", "post")
 ]
-
-
-def lighten_step(optimizer_class: Any) -> None:
-    """Let `step()` of a class go through torch's wrapper only where a hook or a profiler would notice.
-
-    The wrapper, which each class gets with its first instance, takes a fifth of a step of few elements. A closure is a
-    program that may register hooks.
-    """
-    wrapped = optimizer_class.step
-    if getattr(wrapped, "__code__", None) is not _wrapper_of_step:
-        return
-    plain = wrapped.__wrapped__
-
-    @functools.wraps(wrapped)
-    def step(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        watchers = (args, kwargs, *_hooks_of_all_steps, self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks)
-        return (wrapped if any(watchers) or is_profiling() else plain)(self, *args, **kwargs)
-
-    optimizer_class.step = uncompiled(step)
-
+hooks_of_steps: Callable[[Any], tuple[Any, Any]] = operator.attrgetter(
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+)
+"""Returns the hooks of one optimizer."""
 
 register_tree_node: Callable[..., None] = _find("utils._pytree.register_pytree_node", lambda *_, **__: None)
 """Makes containers of a class transparent to `torch.utils._pytree`."""

@@ -50,6 +50,25 @@ def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[
     return untracked(whole)
 
 
+def _lighten_step(optimizer_class: Any) -> None:
+    """Let `step()` of a class go through torch's wrapper only where a hook or a profiler would notice.
+
+    The wrapper, which each class gets with its first instance, takes a fifth of a step of few elements. A closure is a
+    program that may register hooks.
+    """
+    wrapped = optimizer_class.step
+    if getattr(wrapped, "__code__", None) is not torch_private.step_wrapper:
+        return
+    plain, hooks_of_all = wrapped.__wrapped__, torch_private.hooks_of_all_steps
+
+    @functools.wraps(wrapped)
+    def step(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        watchers = (args, kwargs, *hooks_of_all, *torch_private.hooks_of_steps(self))
+        return (wrapped if any(watchers) or torch_private.is_profiling() else plain)(self, *args, **kwargs)
+
+    optimizer_class.step = torch_private.uncompiled(step)
+
+
 @dataclass(slots=True)
 class _Verdicts:
     """Limits and outcome, in an object that copies of the optimizer's `__dict__` share, as Lightning's do."""
@@ -160,7 +179,7 @@ class SpeculativeCPUAdam(Optimizer):
         self.statistics = Statistics()
         self._storage = checked_storage(moments, master)
         super().__init__(params, defaults)
-        torch_private.lighten_step(type(self))
+        _lighten_step(type(self))
         self._binding.process_group = process_group
 
     @torch_private.uncompiled
@@ -509,7 +528,7 @@ class SpeculativeCPUAdam(Optimizer):
         arriving = self.__dict__.get("_arriving")
         with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
             super().__setstate__(values)
-            torch_private.lighten_step(type(self))
+            _lighten_step(type(self))
             self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
 
     def __getstate__(self) -> dict[str, Any]:

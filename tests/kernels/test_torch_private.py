@@ -143,25 +143,23 @@ def _() -> bool:
     return is_seen and not torch_private.is_profiling()
 
 
-@relied_on("wraps step() with hooks of one optimizer and of all", "optim.Optimizer.profile_hook_step")
+@relied_on("wraps step(), and keeps hooks of all steps beside it", "optim.Optimizer.profile_hook_step")
 def _() -> bool:
-    class Light(torch.optim.SGD): ...
+    class Wrapped(torch.optim.SGD): ...
 
-    heard: list[str] = []
-    light = Light([torch.nn.Parameter(torch.ones(1))])
-    wrapped = Light.step
-    torch_private.lighten_step(Light)
-    for register in (
-        light.register_step_pre_hook,
-        light.register_step_post_hook,
-        register_optimizer_step_pre_hook,
-        register_optimizer_step_post_hook,
+    Wrapped.step = torch.optim.SGD.step
+    Wrapped([nn.Parameter(torch.ones(1))])
+    registered = []
+    for register, hooks in zip(
+        (register_optimizer_step_pre_hook, register_optimizer_step_post_hook),
+        torch_private.hooks_of_all_steps,
+        strict=True,
     ):
-        handle = register(lambda *_, name=register.__name__: heard.append(name))
-        light.step()
+        handle = register(lambda *_: None)
+        registered += [len(hooks)]
         handle.remove()
-    light.step()
-    return Light.step is not wrapped and len(heard) == len(set(heard)) == 4
+        registered += [len(hooks)]
+    return Wrapped.step.__code__ is torch_private.step_wrapper and registered == [1, 0, 1, 0]
 
 
 @relied_on("ends inference mode and restores both modes", "_C._InferenceMode")
