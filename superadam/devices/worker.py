@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import queue
 import sys
@@ -15,8 +14,6 @@ import threading
 from collections.abc import Callable
 
 from superadam.host.signals import deferred_signals
-
-_logger = logging.getLogger("superadam")
 
 _LOOK_SECONDS = 0.25  # how often a thread that waits for the worker's thread checks that it is still alive
 
@@ -151,7 +148,6 @@ class Worker:
             return bool(work())
         except BaseException as error:
             self._error = error
-            _logger.debug("the scheduler's worker failed", exc_info=True)
             return False
 
     def _finish(self, job: Job) -> None:

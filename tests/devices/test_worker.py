@@ -18,7 +18,6 @@ from support.overlap import PlantedError, ThreadDevice, end_thread, everything, 
 from support.waiting import wait_until
 
 from superadam import OffloadScheduler
-from superadam.devices import worker as worker_module
 from superadam.devices.worker import Worker, WorkerError
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
@@ -197,12 +196,6 @@ def fail_at_finish(worker: Worker, error: BaseException, patch: pytest.MonkeyPat
     worker._finish = mock.Mock(side_effect=error)
 
 
-def fail_in_logging(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker_module._logger, "debug", mock.Mock(side_effect=error))
-    worker._idle = lambda: 1 / 0
-    worker.wake()
-
-
 def fail_anywhere(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     thread = worker._thread.ident
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
@@ -213,7 +206,7 @@ def say_nothing(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch)
     end_thread(worker)
 
 
-ENDS = [fail_in_queue, fail_at_finish, fail_in_logging, fail_anywhere, say_nothing]
+ENDS = [fail_in_queue, fail_at_finish, fail_anywhere, say_nothing]
 ERRORS = [SystemExit(), KeyboardInterrupt(), MemoryError()]
 MOST_LOOKS = 8
 """In a call, at whether the thread is alive: each after a quarter of a second, however slow the machine is."""
