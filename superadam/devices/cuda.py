@@ -17,7 +17,7 @@ from superadam import gpu
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import CudaRegistrar, PinnedMemory
-from superadam.devices.worker import ThreadWorker, Work, Worker
+from superadam.devices.worker import Work, Worker
 from superadam.host import cores
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
@@ -184,7 +184,7 @@ class CudaDevice(Device):
             self._cuda.set_device(self.device)  # else it would create a context on device 0 to return to
             cores.bind_thread(self._cpus)
 
-        worker = ThreadWorker(idle)
+        worker = Worker(idle)
         worker.submit(settle_in)
         return worker
 

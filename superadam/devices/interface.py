@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
-from superadam.devices.worker import ThreadWorker, Work, Worker
+from superadam.devices.worker import Work, Worker
 from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostNeeds
@@ -179,4 +179,4 @@ class Device(abc.ABC):
 
     def start_worker(self, idle: Work) -> Worker:
         """Return what runs jobs next to the training thread, and `idle` between jobs until it returns False."""
-        return ThreadWorker(idle)
+        return Worker(idle)

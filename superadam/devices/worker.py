@@ -5,10 +5,8 @@ A job that raises stops the queue: later jobs are discarded, and the training th
 
 from __future__ import annotations
 
-import abc
 import atexit
 import functools
-import logging
 import os
 import queue
 import sys
@@ -16,8 +14,6 @@ import threading
 from collections.abc import Callable
 
 from superadam.host.signals import deferred_signals
-
-_logger = logging.getLogger("superadam")
 
 _LOOK_SECONDS = 0.25  # how often a thread that waits for the worker's thread checks that it is still alive
 
@@ -32,64 +28,22 @@ class WorkerError(RuntimeError):
     """A job failed in the worker; its exception is the cause."""
 
 
-class Worker(abc.ABC):
-    """Runs jobs in order, and `idle` while there are none, concurrently or interleaved with the caller.
+class Worker:
+    """A daemon thread that runs jobs in order, and `idle` while there are none; it sleeps where that does nothing.
 
-    Callers call `check_process` before they use it or the device.
+    Callers call `check_process` before they use it or the device. Its queue and locks are acquired by single calls into
+    C, which a signal handler that raises cannot leave half done; methods of `threading.Thread` can be, so signals are
+    deferred around them.
     """
 
     def __init__(self, idle: Work) -> None:
         self._idle = idle
         self._error: BaseException | None = None
         self._process = os.getpid()
+        self._start()
 
-    def check_process(self) -> None:
-        """Raise RuntimeError in a forked process, which lacks the thread and must not use the device."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
-                "before forking a process that trains on or saves, and make a new one there"
-            )
-
-    @property
-    @abc.abstractmethod
-    def is_idle(self) -> bool:
-        """Whether every submitted job is done."""
-
-    @abc.abstractmethod
-    def submit(self, job: Job) -> None:
-        """Add a job; it is discarded if an earlier one has failed, which `drain` raises."""
-
-    @abc.abstractmethod
-    def drain(self) -> None:
-        """Return when every submitted job is done; raises WorkerError where one failed."""
-
-    @abc.abstractmethod
-    def wake(self) -> None:
-        """Signal that idle work may be available."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Finish the jobs, then end."""
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise WorkerError(
-                f"the scheduler's worker failed with {type(error).__name__}: {error}; nothing was changed, and the "
-                "gradients are in .grad, so call step() again to make the step without it, or stop and mend the cause"
-            ) from error
-
-
-class ThreadWorker(Worker):
-    """A daemon thread that sleeps while it has nothing to do.
-
-    Its queue and locks are acquired by single calls into C, which a signal handler that raises cannot leave half done;
-    methods of `threading.Thread` can be, so signals are deferred around them.
-    """
-
-    def __init__(self, idle: Work) -> None:
-        super().__init__(idle)
+    def _start(self) -> None:
+        """Start the thread, which workers of tests do without."""
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_closed = self._is_abandoned = self._has_ended = False
         self._submitted = self._finished = 0  # jobs; each is counted by one thread
@@ -105,8 +59,16 @@ class ThreadWorker(Worker):
                 ) from error
             atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked process, which lacks the thread and must not use the device."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
+                "before forking a process that trains on or saves, and make a new one there"
+            )
+
     def submit(self, job: Job) -> None:
-        """Add a job, unless an earlier one has failed; raises RuntimeError when closed."""
+        """Add a job; it is discarded if an earlier one has failed. Raises RuntimeError when closed."""
         if self._is_closed:
             raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
         if not self._has_ended:
@@ -115,6 +77,7 @@ class ThreadWorker(Worker):
 
     @property
     def is_idle(self) -> bool:
+        """Whether every submitted job is done."""
         return self._finished >= self._submitted
 
     def drain(self) -> None:
@@ -128,6 +91,14 @@ class ThreadWorker(Worker):
             self._error = self._error or RuntimeError("its thread has ended; make a new OffloadScheduler")
             self._finished = self._submitted
         self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise WorkerError(
+                f"the scheduler's worker failed with {type(error).__name__}: {error}; nothing was changed, and the "
+                "gradients are in .grad, so call step() again to make the step without it, or stop and mend the cause"
+            ) from error
 
     def _wait(self) -> None:
         """Return when everything in the queue was run, or the thread has ended."""
@@ -147,10 +118,12 @@ class ThreadWorker(Worker):
             self._calls.get()
 
     def wake(self) -> None:
+        """Signal that idle work may be available."""
         if not self._has_ended:
             self._calls.put(bool)
 
     def close(self) -> None:
+        """Finish the jobs, then end."""
         self._is_closed = True
         if self._thread is not threading.current_thread():
             self._look()
@@ -175,7 +148,6 @@ class ThreadWorker(Worker):
             return bool(work())
         except BaseException as error:
             self._error = error
-            _logger.debug("the scheduler's worker failed", exc_info=True)
             return False
 
     def _finish(self, job: Job) -> None:

@@ -150,7 +150,7 @@ class Autotuner:
             self.placement = self._checked(replace(self.placement, gpu_buckets=gpu_buckets))
         self.order: list[Piece] = []
         self._orders: collections.deque[list[Piece]] = collections.deque(maxlen=REMEMBERED_STEPS)
-        self._ready: dict[bool, dict[Piece, None]] = {False: {}, True: {}}  # of this step, by whether they stay
+        self._ready: dict[Piece, bool] = {}  # of this step: whether they stay
         self._buckets = 0  # of this step
         self._step: list[Work] = []  # of this step
         self._seconds_per_element = 0.0  # that the worker took in the last step in which it had work
@@ -160,12 +160,10 @@ class Autotuner:
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Record a bucket of this step that is ready; programs may make any number of backwards before a step."""
-        ready = self._ready[bucket.is_resident]
         for piece in bucket.gradients:
-            if piece in ready:
-                del ready[piece]
+            if self._ready.pop(piece, None) is not None:
                 self._step = []  # its buckets are still counted, so that nothing is chosen by some of them
-            ready[piece] = None
+            self._ready[piece] = bucket.is_resident
         self._buckets += 1
 
     def add_work(self, work: Work) -> None:
@@ -180,8 +178,7 @@ class Autotuner:
             update_seconds: time after backward that the updates of waiting buckets took.
         """
         step, self._step = self._step, []
-        ready = [*self._ready[False], *self._ready[True]]
-        self._ready = {False: {}, True: {}}
+        ready, self._ready = sorted(self._ready, key=self._ready.__getitem__), {}
         buckets, self._buckets = self._buckets, 0
         if not ready:
             return False

@@ -256,7 +256,8 @@ class OffloadScheduler(GradientHolder):
             tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
                 update_seconds = counts.resolve_seconds - resolve_seconds
-                tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
+                if tell("choosing the placement", self._autotuner.choose, awaited_at, update_seconds):
+                    tell("choosing the placement", self._apply_placement)
             if counts.displaced > displaced:
                 tell("choosing the placement", self._make_room)
             tell("waking the worker", self._pipeline.wake)
@@ -319,10 +320,6 @@ class OffloadScheduler(GradientHolder):
         with self._binding.lock:
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes))
-            self._apply_placement()
-
-    def _choose_placement(self, awaited_at: float, update_seconds: float) -> None:
-        if self._autotuner.choose(awaited_at, update_seconds):
             self._apply_placement()
 
     def _apply_placement(self) -> None:

@@ -150,6 +150,8 @@ class SeededWorker(Worker):
         self._random = choices
         self._jobs: collections.deque[Job] = collections.deque()
 
+    def _start(self) -> None: ...
+
     @property
     def is_idle(self) -> bool:
         return not self._jobs

@@ -18,8 +18,7 @@ from support.overlap import PlantedError, ThreadDevice, end_thread, everything, 
 from support.waiting import wait_until
 
 from superadam import OffloadScheduler
-from superadam.devices import worker as worker_module
-from superadam.devices.worker import ThreadWorker, WorkerError
+from superadam.devices.worker import Worker, WorkerError
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
@@ -46,7 +45,7 @@ def idle():
 
 @pytest.fixture
 def worker(idle):
-    one = ThreadWorker(idle)
+    one = Worker(idle)
     yield one
     one.close()
 
@@ -135,7 +134,7 @@ def test_jobs_go_before_idle_work(worker, idle):
 def test_idle_work_goes_on_until_there_is_none_or_it_fails_and_then_the_thread_sleeps(fails):
     """Where it has failed there may still be some, which is left until the failure is told."""
     idle = Idle(3)
-    worker = ThreadWorker(lambda: idle() or (1 / 0 if fails else False))
+    worker = Worker(lambda: idle() or (1 / 0 if fails else False))
     worker.wake()
     assert idle.done.wait(60)
     time.sleep(0.05)
@@ -153,7 +152,7 @@ def test_idle_work_goes_on_until_there_is_none_or_it_fails_and_then_the_thread_s
 
 def test_close_finishes_the_jobs_and_refuses_others():
     ran = []
-    worker = ThreadWorker(lambda: False)
+    worker = Worker(lambda: False)
     for i in range(10):
         worker.submit(lambda _, i=i: (time.sleep(0.002), ran.append(i)))
     worker.close()
@@ -180,7 +179,7 @@ def test_forked_child_is_refused_even_while_a_job_runs(worker):
     worker.drain()
 
 
-def fail_in_queue(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+def fail_in_queue(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     queue, errors = worker._calls, [error]
 
     def get(block: bool = True) -> Any:
@@ -193,33 +192,27 @@ def fail_in_queue(worker: ThreadWorker, error: BaseException, patch: pytest.Monk
     queue.put(bool)
 
 
-def fail_at_finish(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+def fail_at_finish(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     worker._finish = mock.Mock(side_effect=error)
 
 
-def fail_in_logging(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker_module._logger, "debug", mock.Mock(side_effect=error))
-    worker._idle = lambda: 1 / 0
-    worker.wake()
-
-
-def fail_anywhere(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+def fail_anywhere(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     thread = worker._thread.ident
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
     worker.wake()
 
 
-def say_nothing(worker: ThreadWorker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+def say_nothing(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     end_thread(worker)
 
 
-ENDS = [fail_in_queue, fail_at_finish, fail_in_logging, fail_anywhere, say_nothing]
+ENDS = [fail_in_queue, fail_at_finish, fail_anywhere, say_nothing]
 ERRORS = [SystemExit(), KeyboardInterrupt(), MemoryError()]
 MOST_LOOKS = 8
 """In a call, at whether the thread is alive: each after a quarter of a second, however slow the machine is."""
 
 
-def in_time(worker: ThreadWorker, call: Callable[[], object]) -> bool:
+def in_time(worker: Worker, call: Callable[[], object]) -> bool:
     """Call, and return whether WorkerError was raised; fail where that waits long for the thread."""
     failed = False
     with mock.patch.object(worker, "_look", wraps=worker._look) as look:

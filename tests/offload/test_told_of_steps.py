@@ -62,7 +62,7 @@ METHODS: dict[str, tuple[Any, str]] = {
         Autotuner: ["add_bucket", "add_work", "choose", "shrink"],
         Bucketer: ["end_step"],
         Hooks: ["look_for_unfrozen"],
-        OffloadScheduler: ["_conclude", "_look_for_room", "_trace_step", "_choose_placement", "_apply_placement"],
+        OffloadScheduler: ["_conclude", "_look_for_room", "_trace_step", "_apply_placement"],
         Pipeline: ["wake"],
         Predictor: ["add_lists", "add_verdict"],
         PublishedState: ["write"],

@@ -17,7 +17,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.worker import Job, ThreadWorker, Work, Worker
+from superadam.devices.worker import Job, Work, Worker
 from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice, stand_in
 
@@ -31,6 +31,8 @@ class ImmediateWorker(Worker):
     def __init__(self, idle: Work) -> None:
         super().__init__(idle)
         self.idle_now = idle
+
+    def _start(self) -> None: ...
 
     def submit(self, job: Job) -> None:
         if self._error is None:
@@ -118,7 +120,7 @@ def devices_in_turn(name: str, *others: Callable[[], Device]) -> Any:
     return pytest.fixture(params=[*others, lazy, hasty], name=name)(lambda request: request.param())
 
 
-def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
+def end_thread(worker: Worker, *, with_job: bool = False) -> None:
     """Let a worker's thread end without a word, now or at its next job, which it takes along."""
     if with_job:
         worker._run = lambda work: sys.exit()  # type: ignore[method-assign]
