@@ -168,7 +168,8 @@ def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
 
     def method(self: GradientHandle, *args: Any, **kwargs: Any) -> Any:
         graph = self.grad_fn is not None
-        return getattr(Tensor.as_subclass(self, Tensor) if graph else ordinary(self), name)(*args, **kwargs)
+        tensor = Tensor.as_subclass(self, Tensor) if graph else ordinary(self)
+        return getattr(tensor, name)(*map_tensors(args, _value), **kwargs)  # torch maps over no subclasses
 
     setattr(GradientHandle, name, method)
 

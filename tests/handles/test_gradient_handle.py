@@ -367,6 +367,8 @@ WRITTEN: dict[str, Operation] = {
     "SGD with momentum": lambda p, held: _step(p, torch.optim.SGD, momentum=0.9),
     "apply": lambda p, held: p.grad.apply_(lambda a: a + 1),
     "map": lambda p, held: p.grad.map_(p.detach(), lambda a, b: a + b),
+    "map with itself": lambda p, held: p.grad.map_(p.grad, lambda a, b: a + b),
+    "map2 with itself": lambda p, held: p.grad.map2_(p.grad, p.grad, lambda a, b, c: a + b * c),
     "mul complex": lambda p, held: p.grad.mul_(1j),
     "mul complex tensor": lambda p, held: p.grad.mul_(torch.tensor(1j)),
     "foreach mul vector": lambda p, held: torch._foreach_mul_([p.grad], torch.ones(3)),
