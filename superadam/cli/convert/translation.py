@@ -18,9 +18,19 @@ _NVME = "state has to fit into host memory"
 _FSDP2 = "which modules are given to fully_shard decides"
 _LOGGED = "a Trainer reports by report_to; in a loop, log scheduler.statistics"
 
+_NOTHING = """
+compression_training data_efficiency curriculum_learning sparse_attention hybrid_engine
+vocabulary_size use_data_before_expert_parallelism zero_optimization.legacy_stage1
+zero_optimization.pipeline_loading_checkpoint zero_optimization.log_trace_cache_warnings
+zero_optimization.enable_sanity_checks bf16.ddp_bf16 zero_optimization.zero_quantized_weights
+zero_optimization.zero_quantized_gradients zero_optimization.zero_quantized_nontrainable_weights
+fp16.hysteresis fp16.min_loss_scale fp16.consecutive_hysteresis
+"""
+"""Keys for which there is nothing here."""
+
 NO_COUNTERPART = {
     "train_batch_size": "the product of batch size, accumulation and ranks",
-    "steps_per_print": _LOGGED,
+    **dict.fromkeys(("steps_per_print", "tensorboard", "wandb", "comet", "csv_monitor"), _LOGGED),
     "wall_clock_breakdown": "scheduler.statistics and scheduler.export_trace(path) tell it",
     "memory_breakdown": "superadam doctor tells of memory",
     "dump_state": "there is no engine to describe",
@@ -29,30 +39,19 @@ NO_COUNTERPART = {
     "sparse_gradients": "sparse gradients are refused",
     "communication_data_type": "reduce_dtype of FSDP2's MixedPrecisionPolicy",
     "data_types": "scheduler.accumulate(dtype=torch.float32) adds gradients up in fp32",
-    "zero_allow_untested_optimizer": "there is one optimizer",
-    "zero_force_ds_cpu_optimizer": "there is one optimizer",
-    "torch_autocast": "torch.autocast in the loop, or bf16=True of a Trainer",
-    "amp": "torch.autocast in the loop, or bf16=True of a Trainer",
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "there is one optimizer"),
+    **dict.fromkeys(("torch_autocast", "amp"), "torch.autocast in the loop, or bf16=True of a Trainer"),
     "activation_checkpointing": "torch.utils.checkpoint, or activation_checkpointing=True of a Trainer",
     "aio": _NVME,
-    "tensorboard": _LOGGED,
-    "wandb": _LOGGED,
-    "comet": _LOGGED,
-    "csv_monitor": _LOGGED,
     "comms_logger": "torch.profiler shows collectives",
     "flops_profiler": "torch.profiler shows them",
     "autotuning": "OffloadScheduler measures and places by itself",
     "elasticity": "distributed_checkpoint loads on any number of ranks",
     "checkpoint": "distributed_checkpoint.save has its own options",
     "nebula": "distributed_checkpoint.save(..., wait=False) saves in the background",
-    "compression_training": "none",
-    "data_efficiency": "none",
-    "curriculum_learning": "none",
-    "sparse_attention": "none",
     "pipeline": "torch.distributed.pipelining, with process_group of the optimizer",
     "tensor_parallel": "parallelize_module of torch, with process_group of the optimizer",
     "autotp_size": "parallelize_module of torch",
-    "hybrid_engine": "none",
     "compile": "torch.compile, or torch_compile=True of a Trainer",
     "seed": "torch.manual_seed, or seed of a Trainer",
     "managed_gradient_accumulation": "the loop accumulates, or the Trainer",
@@ -60,9 +59,7 @@ NO_COUNTERPART = {
     "gradient_allreduce_op": "FSDP2 averages gradients",
     "disable_allgather": "FSDP2 gathers",
     "disable_python_gc": "gc.disable() of Python",
-    "vocabulary_size": "none",
     "dataloader_drop_last": "drop_last of the DataLoader, or dataloader_drop_last=True of a Trainer",
-    "use_data_before_expert_parallelism": "none",
     "log_level": 'logging.getLogger("superadam").setLevel(...)',
     "zero_optimization": _FSDP2,
     "zero_optimization.offload_optimizer": _NVME,
@@ -70,13 +67,8 @@ NO_COUNTERPART = {
     "zero_optimization.cpu_offload": "deprecated there; state is in host memory",
     "zero_optimization.cpu_offload_param": "CPUOffloadPolicy of FSDP2",
     "zero_optimization.cpu_offload_use_pin_memory": "gradients travel through pinned buffers by themselves",
-    "zero_optimization.legacy_stage1": "none",
-    "zero_optimization.pipeline_loading_checkpoint": "none",
-    "zero_optimization.log_trace_cache_warnings": "none",
-    "zero_optimization.enable_sanity_checks": "none",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "only Adam and AdamW",
     "bf16.check_overflow": 'on: an Inf or NaN skips the step; on_nonfinite="raise" raises',
-    "bf16.ddp_bf16": "none",
     "zero_optimization.offload_param": "CPUOffloadPolicy of FSDP2",
     "zero_optimization.sub_group_size": 'bucket_numel="auto" of OffloadScheduler; no choice changes a bit',
     "zero_optimization.overlap_comm": "FSDP2 overlaps",
@@ -84,9 +76,6 @@ NO_COUNTERPART = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "a full state dict of torch",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "a full state dict of torch",
     "zero_optimization.zero_hpz_partition_size": "a mesh of two dimensions for fully_shard",
-    "zero_optimization.zero_quantized_weights": "none",
-    "zero_optimization.zero_quantized_gradients": "none",
-    "zero_optimization.zero_quantized_nontrainable_weights": "none",
     "zero_optimization.mics_shard_size": "a mesh of two dimensions for fully_shard",
     "zero_optimization.zenflow": "it changes the algorithm; OffloadScheduler hides the same stall with the same bits",
     "zero_optimization.load_from_fp32_weights": "superadam.integrations.deepspeed.load reads masters",
@@ -96,11 +85,10 @@ NO_COUNTERPART = {
     "zero_optimization.offload_optimizer.super_offload": "OffloadScheduler, which overlaps clipped steps as well",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 'num_threads="auto" of OffloadScheduler',
     "zero_optimization.offload_optimizer.ratio": 'gpu_buckets="auto" of OffloadScheduler',
-    "optimizer.params.torch_adam": "there is one implementation",
+    **dict.fromkeys(("optimizer.params.torch_adam", "optimizer.legacy_fusion"), "there is one implementation"),
     "optimizer.params.bias_correction": "always on, as in torch",
     "optimizer.params.fused": "accepted by the optimizer; there is one implementation",
     "optimizer.params.foreach": "accepted by the optimizer; there is one implementation",
-    "optimizer.legacy_fusion": "there is one implementation",
     "bf16.check_grad_overflow": 'on: an Inf or NaN skips the step; on_nonfinite="raise" raises',
     "bf16.bf16_master_weights_and_grads": 'masters are fp32, or 24 bits with master="24bit"',
     "bf16.immediate_grad_update": "gradients are taken as they arrive",
@@ -108,10 +96,8 @@ NO_COUNTERPART = {
     "fp16.loss_scale": "GradScaler of torch has its own scale",
     "fp16.initial_scale_power": "GradScaler(init_scale=2**n)",
     "fp16.loss_scale_window": "GradScaler(growth_interval=n)",
-    "fp16.hysteresis": "none",
-    "fp16.min_loss_scale": "none",
-    "fp16.consecutive_hysteresis": "none",
     "fp16.fp16_master_weights_and_grads": "masters are fp32",
+    **dict.fromkeys(_NOTHING.split(), "none"),
 }
 """Keys that become no argument, with what serves instead; of one that holds others, all that are not listed."""
 
