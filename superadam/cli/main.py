@@ -1,13 +1,12 @@
 """The `superadam` command: its parser, the exit status, and how errors are shown.
 
-Each module in `COMMANDS` is one subcommand. It exposes `add_parser(subparsers)`, which adds its parser and sets `run=`,
-a function from the parsed arguments to the exit status.
+Each module `command` is one subcommand. It exposes `add_parser(subparsers)`, which adds its parser and sets `run=`, a
+function from the parsed arguments to the exit status.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import os
 import signal
@@ -18,14 +17,6 @@ from importlib.metadata import version
 from typing import IO, Any, NoReturn
 
 from superadam.cli.usage import UsageError
-
-COMMANDS = (
-    "superadam.cli.doctor.command",
-    "superadam.cli.bench.command",
-    "superadam.cli.plan.command",
-    "superadam.cli.convert.command",
-)
-"""Modules that each add one subcommand, in the order in which `superadam --help` lists them."""
 
 USAGE_STATUS = 2  # for input that has to be corrected first, as in argparse
 PIPE_STATUS = 128 + signal.SIGPIPE  # when the reader of the output has gone, as in `| head -1`
@@ -50,13 +41,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """Return the parser of `superadam` with every subcommand."""
+    """Return the parser of `superadam` with every subcommand, all of which need torch."""
+    from superadam.cli.bench import command as bench
+    from superadam.cli.convert import command as convert
+    from superadam.cli.doctor import command as doctor
+    from superadam.cli.plan import command as plan
+
     parser = Parser(prog="superadam", description="Speculative Adam on the CPU that never changes a bit.")
     parser.add_argument("--version", action="version", version=f"superadam {version('superadam')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda parsed: sys.stdout.write(parser.format_help()) and 0)
-    for name in COMMANDS:
-        importlib.import_module(name).add_parser(subparsers)
+    for command in (doctor, bench, plan, convert):
+        command.add_parser(subparsers)
     return parser
 
 
