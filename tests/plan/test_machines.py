@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 from superadam.cli.bench import passes
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Comparison, Spread
-from superadam.cli.plan.measure import measured, to_toml
-from superadam.cli.plan.rates import PASSES, seconds_of
+from superadam.cli.plan.rates import PASSES, measured, seconds_of, to_toml
 from superadam.kernels.native import Format
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind

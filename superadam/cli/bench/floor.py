@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from superadam.cli.bench.arrays import ALIGNMENT, PassArrays
 from superadam.cli.bench.pairs import Action, fastest
@@ -53,16 +53,8 @@ def variants(which: Pass, out_dtype: Dtype, format: Format) -> list[Variant]:
 
 def action(arrays: PassArrays, which: Pass, variant: Variant, threads: int) -> Action:
     """Return an action that moves the memory of a pass over these arrays once; only the working copy changes."""
-    return functools.partial(
-        native.move_like,
-        which,
-        arrays.segments(with_norm=False),
-        burst=variant.burst,
-        prefetch=variant.prefetch,
-        stream_out=variant.stream_out,
-        stream_state=variant.stream_state,
-        threads=threads,
-    )
+    segments = arrays.segments(with_norm=False)
+    return functools.partial(native.move_like, which, segments, threads=threads, **asdict(variant))
 
 
 def find_floor(arrays: PassArrays, which: Pass, threads: int, before: Action, rounds: int = ROUNDS) -> Variant:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from superadam.cli.plan.operations import Operations, operations
+from superadam.cli.plan.operations import operations
 from superadam.cli.plan.rates import rates_of
-from superadam.cli.plan.schedule import Part, buckets_of, parts_of, placed, synchronous
+from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
 from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
 from superadam.plan.activations import Activations
@@ -80,17 +80,15 @@ class Answer:
         return Kind.weakest([*kinds, *([Kind.ASSUMED] if self.setting.ranks > 1 else [])])
 
 
-def work_of(
-    subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float
-) -> tuple[Work, list[Part], Operations]:
-    """Return what a step's events need."""
+def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
+    """Return a step's times at an efficiency; `memory` says what is left on the GPU for state."""
     counted = operations(
         subject.config, subject.model, setting.sequences, setting.tokens, checkpointing=setting.checkpointing
     )
     placement, rate = placement_of(subject, setting), machine.gpu_operations.value * efficiency
     ordered = [(shard, counted.by_parameter.get(name, 0.0)) for name, shard in subject.shards(setting.ranks).items()]
     parts = parts_of(reversed(ordered), placement.bucket_numel)
-    state = bytes_of_state(setting.storage)
+    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
     work = Work(
         buckets_of(parts, placement),
         counted.forward / rate,
@@ -103,16 +101,8 @@ def work_of(
         clipping=Clipping(setting.clipped),
         resident=2 * state,
     )
-    return work, parts, counted
-
-
-def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
-    """Return a step's times at an efficiency; `memory` says what is left on the GPU for state."""
-    work, parts, counted = work_of(subject, setting, machine, memory, efficiency)
-    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
     resident, step = 0, simulate(rates, work)
     if work.room is None and not setting.flows:
-        placement = placement_of(subject, setting)
         resident, work, step = placed(rates, work, parts, placement, max(0, memory.free), state)
     fixed = total(memory.gpu["forward"]) + (state + SIZE) * work.numel
     on_gpu = None

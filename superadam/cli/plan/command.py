@@ -119,7 +119,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from superadam.cli.bench.passes import measure
     from superadam.cli.bench.report import Environment
     from superadam.cli.console import Console
-    from superadam.cli.plan.measure import measured, to_toml
+    from superadam.cli.plan.rates import measured, to_toml
     from superadam.host.machine import Host
     from superadam.host.memory import HostMemory
     from superadam.plan import machines
