@@ -5,7 +5,6 @@ Keys are those of `runtime/constants.py`, `precision_config.py`, `zero/config.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,14 +133,10 @@ def translated(config: dict[str, Any]) -> str:
         if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise UsageError(f'{key} is {_shown(value)}, expected a whole number of at least 1, or "auto"; correct it')
     unread = _flat(config, "")
-
-    def take(key: str, default: Any = None) -> Any:
-        return unread.pop(key, default)
-
-    kind, stage = _optimizer(found, take), take("zero_optimization.stage", 0)
+    kind, stage = _optimizer(found, unread), unread.pop("zero_optimization.stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise UsageError(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3; correct it")
-    limit = _number("gradient_clipping", take("gradient_clipping", 1.0))
+    limit = _number("gradient_clipping", unread.pop("gradient_clipping", 1.0))
     if limit == AUTO:
         found.notes.append("gradient_clipping: auto, which is max_grad_norm of the Trainer")
     else:
@@ -149,14 +144,14 @@ def translated(config: dict[str, Any]) -> str:
         found.trainer["max_grad_norm"] = repr(limit)
     batches = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
     for key, name in (batches | {"gradient_accumulation_steps": "gradient_accumulation_steps"}).items():
-        value = take(key, None)
+        value = unread.pop(key, None)
         if value == AUTO:
             found.notes.append(f"{key}: auto, which is {name} of the Trainer")
         elif value is not None:
             found.trainer[name] = repr(value)
-    dtype = _dtype(found, take)
-    _schedule(found, take)
-    device = take("zero_optimization.offload_optimizer.device", "none")
+    dtype = _dtype(found, unread)
+    _schedule(found, unread)
+    device = unread.pop("zero_optimization.offload_optimizer.device", "none")
     if device not in ("none", "cpu", "nvme"):
         raise UsageError(f'offload_optimizer.device is {device!r}, expected "none", "cpu" or "nvme"; correct it')
     if device == "nvme":
@@ -170,17 +165,17 @@ def translated(config: dict[str, Any]) -> str:
     return _text(found, kind, int(stage), dtype)
 
 
-def _optimizer(found: _Settings, take: Callable[..., Any]) -> str:
-    kind = take("optimizer.type", "AdamW")
-    decoupled = take("optimizer.params.adam_w_mode", True)
+def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
+    kind = unread.pop("optimizer.type", "AdamW")
+    decoupled = unread.pop("optimizer.params.adam_w_mode", True)
     names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
     for name, theirs in names.items():
-        value = _number(f"optimizer.params.{name}", take(f"optimizer.params.{name}"))
+        value = _number(f"optimizer.params.{name}", unread.pop(f"optimizer.params.{name}", None))
         if value == AUTO:
             found.notes.append(f"optimizer.params.{name}: auto, which is {theirs} of the Trainer")
         elif value is not None:
             found.optimizer[name] = found.trainer[theirs] = repr(value)
-    betas = take("optimizer.params.betas")
+    betas = unread.pop("optimizer.params.betas", None)
     if betas == AUTO:
         found.notes.append("optimizer.params.betas: auto, which are adam_beta1 and adam_beta2 of the Trainer")
     elif betas is not None:
@@ -189,7 +184,7 @@ def _optimizer(found: _Settings, take: Callable[..., Any]) -> str:
         first, second = (_number("optimizer.params.betas", value) for value in betas)
         found.optimizer["betas"] = f"({first!r}, {second!r})"
         found.trainer |= {"adam_beta1": repr(first), "adam_beta2": repr(second)}
-    if take("optimizer.params.amsgrad", False):
+    if unread.pop("optimizer.params.amsgrad", False):
         found.optimizer["amsgrad"] = "True"
     if str(kind).lower() not in ("adam", "adamw"):
         found.notes.append(f"optimizer.type: {_shown(kind)}: only Adam and AdamW; AdamW stands above")
@@ -197,26 +192,26 @@ def _optimizer(found: _Settings, take: Callable[..., Any]) -> str:
     return "SpeculativeCPUAdam" if str(kind).lower() == "adam" and decoupled is False else "SpeculativeCPUAdamW"
 
 
-def _dtype(found: _Settings, take: Callable[..., Any]) -> str | None:
+def _dtype(found: _Settings, unread: dict[str, Any]) -> str | None:
     kinds = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
     chosen = None
     for kind, dtype in kinds.items():
-        enabled = take(f"{kind}.enabled", False)
+        enabled = unread.pop(f"{kind}.enabled", False)
         if enabled == AUTO:
             found.notes.append(f"{kind}.enabled: auto: load the model in that dtype, with fp32 masters here")
         elif enabled:
             chosen = dtype
     if chosen == "torch.float16":
         found.notes.append("fp16.enabled: True: torch.amp.GradScaler scales the loss, or fp16=True of a Trainer")
-    if take("bf16.bf16_optimizer_states", False):
+    if unread.pop("bf16.bf16_optimizer_states", False):
         found.optimizer["moments"] = found.offload["moments"] = '"bf16"'
     return chosen
 
 
-def _schedule(found: _Settings, take: Callable[..., Any]) -> None:
-    kind = take("scheduler.type")
+def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
+    kind = unread.pop("scheduler.type", None)
     parameters = {
-        name: take(f"scheduler.params.{name}")
+        name: unread.pop(f"scheduler.params.{name}", None)
         for name in ("warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_type")
     }
     if kind is None:

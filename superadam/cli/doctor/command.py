@@ -10,12 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from superadam.cli.usage import require_modules
-
-if TYPE_CHECKING:
-    from superadam.host.machine import Host
+from superadam.host.machine import Host
 
 BROKEN_STATUS = 1
 REPORT_SECONDS = 60.0
@@ -45,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     from superadam.cli.doctor import report
     from superadam.cli.doctor.diagnosis import diagnose
     from superadam.cli.doctor.finding import Status
-    from superadam.host.machine import Host
 
     host = Host()
     if _is_told_by_another(host):

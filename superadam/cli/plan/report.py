@@ -48,7 +48,7 @@ def memory_table(answer: Answer) -> Table:
         for stage, categories in stages.items():
             size = total(categories)
             parts = ", ".join(
-                f"{name} {each / 1e9:.1f}{_mark(answer, name)}" for name, each in categories.items() if each
+                f"{name} {each / 1e9:.1f}{LETTERS[_kind(answer, name)]}" for name, each in categories.items() if each
             )
             style = "" if size <= limit.value else "bold red"
             of = f"{limit.value / 1e9:.1f}{LETTERS[limit.kind]}"
@@ -58,14 +58,14 @@ def memory_table(answer: Answer) -> Table:
     return table
 
 
-def _mark(answer: Answer, category: str) -> str:
+def _kind(answer: Answer, category: str) -> Kind:
     kinds = {
         "context and fragments": answer.machine.gpu_reserved.kind,
         "process": answer.machine.host_reserved.kind,
         "gathered weights": Kind.ASSUMED,
         "gradients that are reduced": Kind.ASSUMED,
     }
-    return LETTERS[kinds.get(category, Kind.EXACT)]
+    return kinds.get(category, Kind.EXACT)
 
 
 def verdict(answer: Answer) -> Iterator[str]:
@@ -163,9 +163,8 @@ def to_json(answer: Answer) -> dict[str, Any]:
         return {"value": value, "kind": kind.value}
 
     def by_stage(found: Any) -> dict[str, Any]:
-        kinds = {letter: kind for kind, letter in LETTERS.items()}
         return {
-            stage: {name: marked(size, kinds[_mark(answer, name)]) for name, size in categories.items()}
+            stage: {name: marked(size, _kind(answer, name)) for name, size in categories.items()}
             for stage, categories in found.items()
         }
 
