@@ -1,8 +1,6 @@
 """Puts a result of `bench/compare.py steps --json` into docs/step_cost.md: its tables, and the picture next to it.
 
-    python bench/step_cost.py bench/results/NAME.json
-
-With --page FILE, which has the same two comments, another page is written to.
+python bench/step_cost.py bench/results/NAME.json
 """
 
 from __future__ import annotations
@@ -240,16 +238,12 @@ def main(words: Sequence[str] | None = None) -> int:
     """Write page and picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
     asked = parser.parse_args(words)
-    costs, picture = StepCosts(asked.result), asked.page.with_suffix(".svg")
-    text = asked.page.read_text()
-    if not FIGURES.search(text):
-        parser.error(f"{asked.page} lacks the comments around figures; copy them from {PAGE}")
-    link = os.path.relpath(asked.result.resolve(), asked.page.resolve().parent)
+    costs, picture = StepCosts(asked.result), PAGE.with_suffix(".svg")
+    link = os.path.relpath(asked.result.resolve(), PAGE.resolve().parent)
     figures = page(costs, picture.name, link)
     picture.write_text(draw(costs))
-    asked.page.write_text(FIGURES.sub(lambda _: figures, text))
+    PAGE.write_text(FIGURES.sub(lambda _: figures, PAGE.read_text()))
     return 0
 
 

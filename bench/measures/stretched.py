@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from unittest import mock
 
 import torch
 
@@ -93,11 +94,8 @@ def _passes_last(passes: Passes) -> Iterator[None]:
             last(passes.commit * count, begin)
         return count
 
-    Transaction.speculate, Transaction.commit = speculate, commit  # type: ignore[method-assign]
-    try:
+    with mock.patch.multiple(Transaction, speculate=speculate, commit=commit):
         yield
-    finally:
-        Transaction.speculate, Transaction.commit = plain_speculate, plain_commit  # type: ignore[method-assign]
 
 
 def measure(rates: Rates, parameters: int, layers: int, ratio: float) -> Stretched:
