@@ -1,6 +1,8 @@
 """Puts a result of `bench/compare.py steps --json` into docs/step_cost.md: its tables, and the picture next to it.
 
-python bench/step_cost.py bench/results/NAME.json
+    python bench/step_cost.py bench/results/NAME.json
+
+The tables replace what stands between two comments of the page.
 """
 
 from __future__ import annotations

@@ -116,11 +116,8 @@ def bandwidth(host: Host, measured_bytes: int = MEASURED_BYTES) -> Finding:
     throttled = _throttled_seconds(host) - before
     values = {"bytes_per_second": best[threads], "one_thread": best[1], "threads": threads, "measured_over": numel * 22}
     values |= {"load": load, "throttled_seconds": throttled}
-    detail = f"{best[threads] / 1e9:.1f} GB/s with {threads} threads"
-    if threads == 1:
-        detail = f"{best[1] / 1e9:.1f} GB/s with one thread"
-    else:
-        detail += f", {best[1] / 1e9:.1f} with one"
+    by_threads = f"with {threads} threads, {best[1] / 1e9:.1f} with one" if threads > 1 else "with one thread"
+    detail = f"{best[threads] / 1e9:.1f} GB/s {by_threads}"
     detail += f": a step of a billion parameters moves 30 GB in {UPDATE_BYTES * 1e9 / best[threads]:.2f} s"
     disturbed = [f"a load of {load:g} of the minute before"] if load >= NOTABLE_LOAD else []
     disturbed += [f"a quota that stopped its threads for {throttled:.2f} s"] if throttled > 0 else []

@@ -94,19 +94,14 @@ def threads(host: Host) -> Finding:
         return Finding(name, Status.BROKEN, str(error), "unset LOCAL_RANK LOCAL_WORLD_SIZE")
     if quota:
         allowed = min(allowed, math.floor(quota / ranks_here) or 1)
-    values: dict[str, object] = {
-        "torch": torch_threads,
-        "affinity": len(host.affinity),
-        "quota": quota,
-        "forced": forced,
-    }
+    values: dict[str, object] = {"superadam": None, "torch": torch_threads, "affinity": len(host.affinity)}
+    values |= {"quota": quota, "forced": forced}
     try:
-        count = native.get_num_threads()
+        values["superadam"] = count = native.get_num_threads()
     except ValueError as error:
-        return Finding(name, Status.BROKEN, str(error), "unset SUPERADAM_THREADS", {"superadam": None, **values})
-    values = {"superadam": count, **values}
-    why = "one for each CPU it may use" if ranks_here == 1 else "one for each CPU of its share"
-    why = "SUPERADAM_THREADS" if forced else why
+        return Finding(name, Status.BROKEN, str(error), "unset SUPERADAM_THREADS", values)
+    of_its = "it may use" if ranks_here == 1 else "of its share"
+    why = "SUPERADAM_THREADS" if forced else f"one for each CPU {of_its}"
     detail = f"superadam {count} ({why}), torch {torch_threads}"
     if quota:
         detail += f", CPU quota {quota:g}"
