@@ -72,8 +72,8 @@ class Pipeline:
         if self._device.can_update:
             tell("counting buckets for the placement", self._autotuner.add_bucket, bucket)
         if bucket.is_resident:
-            pending, arrived, norms = self._transfers.pack_resident(gradients, hyper)
-            job = functools.partial(self._add_resident, transaction, pending, arrived, norms, begin)
+            pending, arrived, norm = self._transfers.pack_resident(gradients, hyper)
+            job = functools.partial(self._add_resident, transaction, pending, arrived, norm, begin)
         else:
             transaction.table.bring_home(gradients)
             able = transaction.able_to_speculate(gradients, hyper)
@@ -102,13 +102,13 @@ class Pipeline:
         transaction: Transaction,
         pending: Mapping[Piece, Pending],
         arrived: Event,
-        norms: list[Tensor],
+        norm: Tensor,
         sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:
         self._wait_for(arrived, is_awaited)
         seen = transaction.norm_so_far()
-        transaction.speculate(pending, norm=norm_in(norms))
+        transaction.speculate(pending, norm=norm_in(norm))
         elements, end = sum(piece.shape.numel() for piece in pending), time.perf_counter()
         self.predictor.total = transaction.table.numel
         tell("predicting factors", self.predictor.add_arrived, elements, seen)

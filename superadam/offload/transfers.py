@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,11 +111,9 @@ class Transfers(NewValues):
             taken.in_use = True
             state, gradient = piece.state, taken.pending
             if device.is_host(gradient):
-                is_narrowed = self._is_narrowed(taken)
-                if is_narrowed or not state.has_layout(gradient):
-                    gradient = taken.ready()
-                if is_narrowed:
-                    gradient = gradient.to(dtype_on_link(gradient, self.transfer_dtype))
+                dtype = self._dtype_of(taken)
+                if dtype != gradient.dtype or not state.has_layout(gradient):
+                    gradient = taken.ready().to(dtype)
                 if taken.arrived is not None:
                     under_way[taken.arrived] = None
                 taken.pending = state.host_gradient(gradient)
@@ -212,33 +209,30 @@ class Transfers(NewValues):
 
     def pack_resident(
         self, gradients: Mapping[Piece, TakenGradient], hyper: Sequence[Hyperparameters]
-    ) -> tuple[dict[Piece, Pending], Event, list[Tensor]]:
+    ) -> tuple[dict[Piece, Pending], Event, Tensor]:
         """Copy gradients within the device, and start the download of their norm.
 
-        Returns the records in the order of their norm, the event after which `norm_in` may read it, and its tensors.
+        Returns the records in the order of their norm, the event after which `norm_in` may read it, and where it is.
         """
-        device = self.device
         groups: dict[torch.dtype, dict[Piece, TakenGradient]] = {}
         for piece, taken in gradients.items():
             taken.in_use = True
-            narrower = dtype_on_link(taken.pending, self.transfer_dtype)
-            dtype = narrower if self._is_narrowed(taken) else taken.pending.dtype
-            groups.setdefault(dtype, {})[piece] = taken
-        norms: list[Tensor] = []
+            groups.setdefault(self._dtype_of(taken), {})[piece] = taken
+        chunks = [sum(native.chunk_count(piece.shape.numel()) for piece in group) for group in groups.values()]
+        distant = self.device.empty(2 * sum(chunks), torch.float64, Stream.CURRENT)
+        norm = ChunkSums.over(distant)
+        parts = zip(torch.split(norm.sums, chunks), torch.split(norm.nonfinite, chunks), strict=True)
         copies: list[FlatTensors] = []
         records: dict[Piece, Pending] = {}
-        for dtype, group in groups.items():
+        for (dtype, group), part in zip(groups.items(), parts, strict=True):
             layout = self._layout_of(tuple(group))
-            chunks = sum(native.chunk_count(piece.shape.numel()) for piece in layout.states)
-            norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
-            buffer = device.pack(self._present(group), layout, dtype, ChunkSums.over(norms[-1]))
-            copies.append(layout.cut(buffer))
+            copies.append(layout.cut(self.device.pack(self._present(group), layout, dtype, ChunkSums(*part))))
             records |= _records(group, copies[-1], hyper, are_resident=True)
         self._compute_norms([*gradients.values()])
-        hosts, arrived = self._send_to_host(norms)
+        (host,), arrived = self._send_to_host([distant])
         for group, copy in zip(groups.values(), copies, strict=True):
             _move(group, copy, arrived)
-        return records, arrived, hosts
+        return records, arrived, host
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
         is_asked = self.computes_norms and not needs_present_mode(gradients)
@@ -272,14 +266,14 @@ class Transfers(NewValues):
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
         """Rounds a gradient that was not taken; None where travelling rounds nothing."""
-        return None if self.transfer_dtype in (None, torch.float32) else self.narrowed
+        if self.transfer_dtype in (None, torch.float32):
+            return None
+        return lambda gradient: gradient.to(dtype_on_link(gradient, self.transfer_dtype)).to(gradient.dtype)
 
-    def _is_narrowed(self, taken: TakenGradient) -> bool:
-        return self.received is not None and not taken.is_unrounded
-
-    def narrowed(self, gradient: Tensor) -> Tensor:
-        """Return a gradient that does not travel, rounded as if it had."""
-        return gradient.to(dtype_on_link(gradient, self.transfer_dtype)).to(gradient.dtype)
+    def _dtype_of(self, taken: TakenGradient) -> torch.dtype:
+        """Return the dtype of a gradient that does not travel, rounded as if it had."""
+        is_narrowed = self.received is not None and not taken.is_unrounded
+        return dtype_on_link(taken.pending, self.transfer_dtype) if is_narrowed else taken.pending.dtype
 
     # ---- new values --------------------------------------------------------------------------------------------------
 
@@ -344,13 +338,10 @@ def _move(group: Mapping[Piece, TakenGradient], there: FlatTensors, arrived: Eve
             taken.move_piece_to(there, position, arrived, begin=begin, numel=numel, strides=state.strides)
 
 
-def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:
+def norm_in(host: Tensor) -> GradientNorm:
     """Return the norm that `Transfers.pack_resident` has sent, once it has arrived."""
-    parts = [ChunkSums.over(host) for host in hosts]
-    return GradientNorm(
-        np.concatenate([part.sums.numpy() for part in parts]),
-        np.concatenate([part.nonfinite.numpy() for part in parts]),
-    )
+    norm = ChunkSums.over(host)
+    return GradientNorm(norm.sums.numpy(), norm.nonfinite.numpy())
 
 
 def dtype_on_link(gradient: Tensor, transfer_dtype: torch.dtype | None) -> torch.dtype:
