@@ -64,6 +64,9 @@ class CudaDevice(Device):
         current: torch.cuda.Stream = self._cuda.current_stream(self.device)
         return current if stream is Stream.CURRENT else self._streams[stream]
 
+    def is_host(self, tensor: Tensor) -> bool:
+        return tensor.is_cpu
+
     def mark_ready(self, parameter: Tensor) -> Event:
         """Return an event for a gradient on the host; for others the current stream, mostly free to wait for."""
         return self.record(Stream.CURRENT) if self.is_host(parameter) else self._stream(Stream.CURRENT)

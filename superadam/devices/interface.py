@@ -83,9 +83,9 @@ class Device(abc.ABC):
 
     has_link = True  # tensors are copied between the model's memory and the host's
 
+    @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:
         """Whether CPU kernels may read and write this tensor as soon as Python can."""
-        return tensor.is_cpu
 
     def mark_ready(self, parameter: Tensor) -> Event | None:
         """Return an event after which a parameter's new gradient has its values; None if it has them already.
