@@ -6,13 +6,12 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
-from superadam.devices.worker import Worker, WorkerError
+from superadam.devices.worker import Worker
 from superadam.handles.taken_gradient import HostSum
 from superadam.host.telling import tell
 from superadam.kernels import native
@@ -201,13 +200,6 @@ class Pipeline:
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
         tell("tracing", self._trace.add, "wait for worker", "training", begin, end)
-
-    def abandon(self) -> None:
-        """Return when the worker is idle, whether or not it failed, and drop its speculation."""
-        with suppress(WorkerError):
-            self._worker.drain()
-        if self.transaction is not None:
-            self.transaction.drop()
 
     def wake(self) -> None:
         """Let the worker commit accepted gradients."""

@@ -229,11 +229,7 @@ class OffloadScheduler(GradientHolder):
             for bucket in self._bucketer.rest():
                 self._send(bucket)
             self.statistics.hook_seconds += time.perf_counter() - begin
-            try:
-                self._pipeline.drain()
-            except Exception:
-                self._pipeline.abandon()
-                raise
+            self._pipeline.drain()
         self._caught_up = time.perf_counter()
 
     def _conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
