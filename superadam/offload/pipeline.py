@@ -37,7 +37,7 @@ class Pipeline:
         transaction: changes only while nothing is under way.
         awaited_at: when the training thread last began to wait for the worker, by `time.perf_counter()`; inf if it has
             not in this step.
-        check_process: raises RuntimeError in a forked process.
+        worker: idle, it commits accepted gradients.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class Pipeline:
         self._transfers = transfers
         self._autotuner = autotuner
         self._statistics, self._trace = statistics, trace
-        self._worker: Worker = device.start_worker(self._idle)
-        self.check_process = self._worker.check_process
+        self.worker: Worker = device.start_worker(self._idle)
 
     def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters], limit: float) -> None:
         """Start a bucket's copy to the host, or only its norm's where it is resident, and hand it to the worker.
@@ -80,7 +79,7 @@ class Pipeline:
             known = limit if transaction.ranks is None else None  # else it is for the gradients of all ranks
             job = functools.partial(self._speculate, transaction, pending, bucket.numel, known, arrived, begin)
         self._statistics.buckets += 1
-        self._worker.submit(job)
+        self.worker.submit(job)
 
     def add(self, total: HostSum, state: ParameterState | None, gradient: Tensor) -> bool:
         """Let the worker add a gradient on the device to a sum on the host; return whether it can."""
@@ -93,7 +92,7 @@ class Pipeline:
             if not is_short_of_memory(error):
                 raise
             return False
-        self._worker.submit(functools.partial(self._wait_for, total))
+        self.worker.submit(functools.partial(self._wait_for, total))
         return True
 
     def _add_resident(
@@ -190,21 +189,13 @@ class Pipeline:
 
         Raises WorkerError if it failed; work that was queued behind the failure is discarded.
         """
-        if self._worker.is_idle:
-            self._worker.drain()  # raises if it failed
+        if self.worker.is_idle:
+            self.worker.drain()  # raises if it failed
             return
         if self._device.has_link:
             self._device.record(Stream.CURRENT).synchronize()  # until then, the worker's time is hidden
         self.awaited_at = begin = time.perf_counter()
-        self._worker.drain()
+        self.worker.drain()
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
         tell("tracing", self._trace.add, "wait for worker", "training", begin, end)
-
-    def wake(self) -> None:
-        """Let the worker commit accepted gradients."""
-        self._worker.wake()
-
-    def close(self) -> None:
-        """Finish what is under way, and end the worker."""
-        self._worker.close()

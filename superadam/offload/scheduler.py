@@ -51,7 +51,7 @@ _logger = logging.getLogger("superadam")
 
 def _end(pipeline: Pipeline | None, device: Device | None) -> None:
     if pipeline is not None:
-        pipeline.close()
+        pipeline.worker.close()
     if device is not None:
         device.close()
 
@@ -150,7 +150,7 @@ class OffloadScheduler(GradientHolder):
             self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
-                self._check_process = self._pipeline.check_process
+                self._check_process = self._pipeline.worker.check_process
             self._binding.attach(self, optimizer.param_groups)
         except BaseException:
             self._hooks.remove()
@@ -256,7 +256,7 @@ class OffloadScheduler(GradientHolder):
                     tell("choosing the placement", self._apply_placement)
             if counts.displaced > displaced:
                 tell("choosing the placement", self._make_room)
-            tell("waking the worker", self._pipeline.wake)
+            tell("waking the worker", self._pipeline.worker.wake)
         self.statistics.step_seconds += time.perf_counter() - self._caught_up
 
     def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:

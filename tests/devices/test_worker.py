@@ -233,7 +233,7 @@ def test_no_call_waits_for_a_thread_that_is_gone(end, error, late, monkeypatch):
     """Each returns or raises WorkerError; steps that are made have the bits of training without a worker."""
     plain_model, plain, model, optimizer = twins()
     scheduler = OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
-    worker = scheduler._pipeline._worker
+    worker = scheduler._pipeline.worker
     calls = [
         optimizer.speculate,
         optimizer.rollback,

@@ -317,5 +317,5 @@ def test_nothing_is_under_way_where_the_placement_is_changed(seed: int) -> None:
     with overlapped(torch.bfloat16, steps=2, **options) as (model, _, scheduler):
         loss_of(model, 2).backward()
         scheduler.place(gpu_buckets=1)
-        assert scheduler._pipeline._worker.is_idle
+        assert scheduler._pipeline.worker.is_idle
         assert scheduler._bucketer.rest() == []

@@ -58,6 +58,7 @@ from superadam.optim.binding import Binding
 from superadam.state.parameter import Phase
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
+from superadam.testing.simulated import SeededWorker
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
@@ -334,7 +335,7 @@ def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes(*
 
     def in_child() -> None:
         nonlocal scheduler, optimizer, model
-        Pipeline.close = lambda self: os._exit(2)  # type: ignore[method-assign]
+        SeededWorker.close = lambda self: os._exit(2)  # type: ignore[method-assign]
         if closes:
             with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
                 scheduler.close()

@@ -17,7 +17,6 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKin
 from superadam.host import telling
 from superadam.offload.buckets import Accumulation, Bucketer
 from superadam.offload.hooks import Hooks
-from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Autotuner
 from superadam.offload.prediction import Predictor
 from superadam.offload.trace import Trace
@@ -25,6 +24,7 @@ from superadam.offload.transfers import Transfers
 from superadam.optim.published_state import PublishedState
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
+from superadam.testing.simulated import SeededWorker
 
 STEPS, UNFROZEN = 8, 4
 SIMULATED = replace(PATCHED[1], gpu_buckets=1)
@@ -63,9 +63,9 @@ METHODS: dict[str, tuple[Any, str]] = {
         Bucketer: ["end_step"],
         Hooks: ["look_for_unfrozen"],
         OffloadScheduler: ["_conclude", "_look_for_room", "_trace_step", "_apply_placement"],
-        Pipeline: ["wake"],
         Predictor: ["add_lists", "add_verdict"],
         PublishedState: ["write"],
+        SeededWorker: ["wake"],
         SimulatedDevice: ["reserve"],
         Statistics: ["count"],
         Trace: ["add"],
