@@ -191,11 +191,8 @@ class CudaDevice(Device):
 
 def _pci_address(properties: Any) -> str:
     """Return a device's name in sysfs, or an empty string where torch does not report it."""
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in numbers:
-        return ""
-    domain, bus, slot = (int(number) for number in numbers if number is not None)
-    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+    numbers: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def _lies_as(tensor: Tensor, strides: tuple[int, ...]) -> bool:

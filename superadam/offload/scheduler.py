@@ -41,7 +41,7 @@ from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
 from superadam.optim.binding import hyper_by_row
-from superadam.state.parameter import ParameterState, pieces_of
+from superadam.state.parameter import pieces_of
 from superadam.state.resident import ResidentStates
 from superadam.step.outcome import Applied, StepOutcome
 from superadam.step.transaction import Transaction
@@ -320,7 +320,8 @@ class OffloadScheduler(GradientHolder):
 
     def _apply_placement(self) -> None:
         states = [] if self._transaction is None else self._transaction.table.states
-        dense = {*pieces_of(filter(self._can_keep, states))}
+        distant = (state for state in states if not self._device.is_host(state.local))
+        dense = {*pieces_of(state for state in distant if state.local.stride() == state.strides)}
         resident = dense.intersection(last_pieces(self._autotuner.order, self.placement))
         self._bucketer.bucket_numel, self._bucketer.resident = self.placement.bucket_numel, frozenset(resident)
         travelling = [piece for piece in self._autotuner.order if piece not in resident]
@@ -339,9 +340,6 @@ class OffloadScheduler(GradientHolder):
             self.placement.gpu_buckets,
         )
         self._apply_placement()
-
-    def _can_keep(self, state: ParameterState) -> bool:
-        return not self._device.is_host(state.local) and state.local.stride() == state.strides
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
