@@ -27,12 +27,8 @@ class ResidentStates:
         self._held: dict[Piece, dict[str, Tensor]] = {}  # flat tensors, by name
         self._updated: Event  # after the last step, before which nothing is held
 
-    def holds(self, piece: Piece) -> bool:
-        """Return whether a piece's state is newer on the device than on the host."""
-        return piece in self._held
-
     def arrays_of(self, piece: Piece) -> Mapping[str, Tensor] | None:
-        """Return the arrays of a state that is here, by name, flat, to be read on the current stream."""
+        """Return the arrays, by name, flat, of a state that is newer here, to be read on the current stream."""
         return self._held.get(piece)
 
     def step(

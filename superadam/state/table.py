@@ -16,7 +16,7 @@ from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Int
 from superadam.kernels.native import Dtype, Format, Pass
 from superadam.kernels.places import ADDRESS, NOWHERE, compare, places_of
 from superadam.state.fingerprints import Fingerprints
-from superadam.state.new_values import NewValues, Patch, Shadow
+from superadam.state.new_values import NewValues, Patch
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import (
     ARRAYS,
@@ -29,7 +29,6 @@ from superadam.state.parameter import (
     pieces_of,
 )
 from superadam.state.resident import ResidentStates
-from superadam.state.uncertain import Listed
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _get_row = operator.attrgetter("row")
@@ -270,7 +269,7 @@ class ParameterTable:
 
     def is_home(self, state: ParameterState) -> bool:
         """Whether a state is newest in its tensors on the host."""
-        return self.resident is None or not any(map(self.resident.holds, state.pieces))
+        return self.resident is None or not any(map(self.resident.arrays_of, state.pieces))
 
     def bring_home(self, pieces: Iterable[Piece] | None = None) -> None:
         """Bring the state of these pieces, by default all, to the host; return when it is there."""
@@ -360,31 +359,24 @@ class ParameterTable:
         self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable, indices: Indices
     ) -> int:
         """Give listed elements the new values of these coefficients, and return how many there are; state stays."""
-        by_shadow: dict[Shadow, list[tuple[int, int, Listed]]] = {}
-        for number, record in enumerate(pending):
-            assert record.slot is not None
-            assert record.listed is not None
-            by_shadow.setdefault(record.slot.shadow, []).append((number, record.slot.position, record.listed))
+        slots = [record.slot for record in pending if record.slot]
+        records = np.concatenate([record.listed.records for record in pending if record.listed])
         segments = np.zeros(len(rows), native.SEGMENT)
         segments["coefficients"], segments["out_dtype"] = indices, self._rows["out_dtype"][rows]
         segments["gradient_dtype"] = [DTYPES[record.gradient.dtype] for record in pending]
         has_planes = self._rows["format"][rows] & Format.MASTER_24BIT != 0
         segments["format"] = np.where(has_planes, Format.LISTED_24BIT, Format.PLAIN)
-        segments["phase"] = self._rows["phase"][rows]
+        segments["phase"], segments["length"] = self._rows["phase"][rows], records["count"]
+        for name in ("gradient", *TENSORS, "index"):
+            segments[name] = records[name]
         patches: list[Patch] = []
-        for shadow, group in by_shadow.items():
-            numbers, positions, listed = zip(*group, strict=True)
-            patch = Patch(shadow, positions, [elements.count for elements in listed])
+        for shadow in dict.fromkeys(slot.shadow for slot in slots):
+            numbers = [number for number, slot in enumerate(slots) if slot.shadow is shadow]
+            patch = Patch(shadow, [slots[number].position for number in numbers], records["count"][numbers].tolist())
             patches.append(patch)
-            for number, elements in zip(numbers, listed, strict=True):
-                segments[number]["length"] = elements.count
-                for name in ("gradient", *TENSORS, "index"):
-                    segments[number][name] = elements.record[name]
-            chosen = segments[[*numbers]]
+            segments["begin"][numbers] = patch.begins
             for name, tensors in (("out", patch.values), ("target", patch.targets), ("places", patch.places)):
-                chosen[name] = [tensor.data_ptr() for tensor in tensors] or 0
-            chosen["begin"] = patch.begins
-            segments[[*numbers]] = chosen
+                segments[name][numbers] = [tensor.data_ptr() for tensor in tensors] or 0
         native.run(Pass.SPECULATE, segments, coefficients.array())
         for patch in patches:
             patch.send()

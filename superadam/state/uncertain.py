@@ -50,20 +50,14 @@ class Listed:
         return self.records.ctypes.data
 
     @property
-    def record(self) -> np.void:
-        """The kernel's record."""
-        record: np.void = self.records[0]
-        return record
-
-    @property
     def count(self) -> int:
         """Elements that are uncertain, whether or not all of them are listed."""
-        return int(self.record["count"])
+        return int(self.records["count"][0])
 
     @property
     def is_complete(self) -> bool:
         """Whether all of them are listed."""
-        return bool(self.record["count"] <= self.record["capacity"])
+        return bool(self.count <= self.records["capacity"][0])
 
 
 def empty_lists(numels: Sequence[int], with_max: Sequence[bool]) -> list[Listed]:

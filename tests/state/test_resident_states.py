@@ -57,7 +57,7 @@ class Household:
         self.resident.step(*self.job(rows, hyper))
 
     def at_home(self) -> list[ParameterState]:
-        return [state for state in self.states if not self.resident.holds(state)]
+        return [state for state in self.states if not self.resident.arrays_of(state)]
 
     def seen(self, states: Sequence[ParameterState]) -> list[object]:
         """Return all parameters, and the state of these on the host."""
