@@ -107,25 +107,14 @@ class NewValues:
     def publish(self, slots: Mapping[Piece, Slot]) -> None:
         """Copy new values into parameters, past version counters, before anything later on the current stream.
 
-        Those that have arrived come first. Does not fail for want of memory, because the state has changed by then.
+        Does not fail for want of memory, because the state has changed by then.
         """
-        chosen: dict[Shadow, tuple[list[int], list[Tensor]]] = {}
-        for piece, (shadow, position) in slots.items():
-            positions, targets = chosen.setdefault(shadow, ([], []))
-            positions.append(position)
-            targets.append(piece.working_copy)
-        late = [shadow for shadow in chosen if not shadow.has_arrived]
-        for shadows in ([shadow for shadow in chosen if shadow not in late], late):
-            sources: list[Tensor] = []
-            parameters: list[Tensor] = []
-            for shadow in shadows:
-                values, (positions, targets) = shadow.sources(), chosen[shadow]
-                sources += [values[position] for position in positions]
-                parameters += targets
-            if sources:
-                self.device.scatter(sources, parameters)
-            for shadow in shadows:
-                shadow.keep_published()
+        values = {shadow: shadow.sources() for shadow in dict.fromkeys(slot.shadow for slot in slots.values())}
+        if slots:
+            sources = [values[shadow][position] for shadow, position in slots.values()]
+            self.device.scatter(sources, [piece.working_copy for piece in slots])
+        for shadow in values:
+            shadow.keep_published()
         self.mark_published()
 
     def mark_published(self) -> None:
@@ -193,11 +182,6 @@ class Shadow:
     def is_sent(self) -> bool:
         """Whether the values have left the host."""
         return self._arrived is not None
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether publishing it would wait for no copy."""
-        return not self._travels or (self._arrived is not None and self._arrived.query())
 
     def send(self) -> None:
         """Start the upload of the values, if they have memory on the device."""
