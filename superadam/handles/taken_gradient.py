@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -147,10 +147,6 @@ class Factor:
             replace(self, is_of_list=self.is_of_list and self.kind is FactorKind.DIVIDE).apply(gradient)
 
 
-# Returns the same object for all equal values, so that the garbage collector visits few.
-_shared = lru_cache(maxsize=8192, typed=True)(lambda value: value)
-
-
 class TakenGradient:
     """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases."""
 
@@ -169,8 +165,7 @@ class TakenGradient:
 
     def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
         self.pending = gradient
-        self.shape: torch.Size = _shared(gradient.shape)
-        self.strides: tuple[int, ...] = _shared(gradient.stride())
+        self.shape, self.strides = gradient.shape, gradient.stride()
         self.dtype, self.device = gradient.dtype, gradient.device
         self.exact_dtype = gradient.dtype  # in which it counts and factors apply: that of `pending` if unrounded
         # What has the parameter, weak references to which would forbid torch.utils.swap_tensors; None once it is gone.
