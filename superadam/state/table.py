@@ -346,7 +346,7 @@ class ParameterTable:
         """
         segments = self.job(rows, [record.gradient for record in pending])
         segments["coefficients"] = indices
-        segments["uncertain"] = [0 if record.listed is None else record.listed.address for record in pending]
+        segments["uncertain"] = [record.listed.records.ctypes.data if record.listed else 0 for record in pending]
         segments["out"] = [record.slot.value.data_ptr() for record in pending if record.slot]
         which = Pass.SPECULATE
         if accepted is not None:

@@ -45,11 +45,6 @@ class Listed:
     records: npt.NDArray[np.void]
 
     @property
-    def address(self) -> int:
-        """The address of the record, for a segment."""
-        return self.records.ctypes.data
-
-    @property
     def count(self) -> int:
         """Elements that are uncertain, whether or not all of them are listed."""
         return int(self.records["count"][0])
