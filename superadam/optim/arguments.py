@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from torch.optim import Optimizer
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
 from superadam.kernels.torch_private import are_flattened
 from superadam.state.storage import Master, Moments, Storage
-
-_Kind = TypeVar("_Kind", bound=enum.Enum)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -69,14 +66,11 @@ def refuse_limit_of_shard(limit: float | None) -> None:
 
 def checked_storage(moments: object, master: object) -> Storage:
     """Return how state is to be stored; raise ValueError for names of no format."""
-    return Storage(_named("moments", moments, Moments), _named("master", master, Master))
-
-
-def _named(name: str, value: object, kinds: type[_Kind]) -> _Kind:
-    for kind in kinds:
-        if isinstance(value, str) and value == kind.value:
-            return kind
-    raise ValueError(f"{name} is {described(value)}, expected {' or '.join(repr(kind.value) for kind in kinds)}")
+    for name, value, kinds in (("moments", moments, Moments), ("master", master, Master)):
+        names = [kind.value for kind in kinds]
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"{name} is {described(value)}, expected {' or '.join(map(repr, names))}")
+    return Storage(Moments(moments), Master(master))
 
 
 def check_stored(group: Mapping[str, Any], storage: Storage) -> None:

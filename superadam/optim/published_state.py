@@ -164,7 +164,9 @@ class PublishedState:
                 else:
                     entry[key]  # of another layout or format: decoded, to be stored again
         kept = checkpoint.local_entry(raw(entry), state)
-        is_stale = state.is_own_master or _shape_of(kept.get("master")) != state.shape
+        given = kept.get("master")
+        is_fitting = isinstance(given, Encoded) or getattr(given, "shape", None) == state.shape  # the one was taken
+        is_stale = state.is_own_master or not is_fitting
         if is_stale:
             kept.pop("master", None)
         shown = [key for key in self._stand_ins(state) if key in kept and getattr(state, key) is not None]
@@ -229,10 +231,6 @@ def _put(entry: dict[str, Any], key: str, state: ParameterState) -> None:
         entry[key] = Encoded.of(state, key)
     else:
         entry[key] = state.shown[key] = Encoded.of(state, key).decoded()
-
-
-def _shape_of(value: Any) -> object:
-    return value.arrays[0].shape if isinstance(value, Encoded) else getattr(value, "shape", None)
 
 
 # ---- references: what shares memory with a tensor counts, too --------------------------------------------------------
