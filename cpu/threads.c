@@ -1,4 +1,4 @@
-/* Threads are started when first needed and sleep on a condition variable between jobs. They spin for SPIN_NS at most:
+/* Threads are started when first needed and sleep on a condition variable between jobs. They spin for SPIN_US at most:
  * the caller while it waits for the last units, and the others after a job that is followed by another one, because
  * waking takes about as long as a small job. After a fork the child has an empty pool and starts its own threads. */
 
@@ -12,7 +12,7 @@
 
 #include "float_control.h"
 
-enum { THREADS_LIMIT = 1024, SPIN_NS = 20000 };
+enum { THREADS_LIMIT = 1024, SPIN_US = 20 };
 
 typedef struct {
     void (*work)(void *context, int64_t first, int64_t last);
@@ -47,18 +47,18 @@ static void take_units(job *todo)
     float_control_leave(saved);
 }
 
-static int64_t nanoseconds_now(void)
+double seconds_now(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Returns when `count` has become 0, or more than 0, or SPIN_NS have passed. */
+/* Returns when `count` has become 0, or more than 0, or SPIN_US have passed. */
 static void spin_until(const _Atomic int *count, int is_zero)
 {
-    const int64_t end = nanoseconds_now() + SPIN_NS;
-    while (!*count != is_zero && nanoseconds_now() < end)
+    const double end = seconds_now() + 1e-6 * SPIN_US;
+    while (!*count != is_zero && seconds_now() < end)
         ;
 }
 

@@ -1,4 +1,4 @@
-/* A small thread pool that runs one job at a time. */
+/* A small thread pool that runs one job at a time, and the clock that it waits by. */
 #ifndef SUPERADAM_THREADS_H
 #define SUPERADAM_THREADS_H
 
@@ -10,5 +10,7 @@
  * within microseconds, for which the threads stay awake. */
 void threads_run(int threads, int is_followed, int64_t count, int64_t grain,
                  void (*work)(void *context, int64_t first, int64_t last), void *context);
+
+double seconds_now(void); /* of a clock that only goes forward */
 
 #endif

@@ -18,7 +18,7 @@ enum { ARRAYS_LIMIT = 9 };    /* arrays that one pass touches */
 enum { MARK = 0x3F803F80 };   /* what is written to `out`: not zero, which some processors store faster; 1.0 in bf16 */
 
 /* 16 bytes, which every supported architecture loads and stores without special flags. Wider registers move memory no
- * faster: a core waits for lines, not for instructions. */
+ * faster, as a core waits for lines; from a cache they may. */
 typedef uint32_t quarter __attribute__((vector_size(16), may_alias));
 
 typedef enum { READ, UPDATED, WRITTEN } access;
