@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 from support.slow_files import is_slow
 
 import superadam
@@ -36,6 +37,8 @@ hypothesis.settings.register_profile(
 )
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 hypothesis.settings.load_profile("deep" if DEEP else "default")
+# Else it draws numbers that modules hold which other tests have imported: what is drawn would depend on their order.
+providers._get_local_constants = providers.Constants
 
 # A shell's background jobs ignore Ctrl-C and let all that they start ignore it, but tests send it to both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
