@@ -30,7 +30,7 @@ LEAST_NUMEL = 1024 * 1024
 USED_SHARE = 0.9  # of the room on a device that is short of memory
 PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
 AGREEING_STEPS = 3  # in a row, before anything moves
-LEAST_GAIN = 0.05  # of the time from the first bucket to the last result: how late results must be
+LEAST_GAIN = 0.02  # of the time from the first bucket to the last result: how late results must be
 REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the order
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
 
