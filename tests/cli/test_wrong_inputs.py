@@ -20,6 +20,7 @@ FILES = {
     f'{{"steps_per_print": {"1" * 5000}}}': "has a number of thousands of digits, expected one that DeepSpeed has",
     "[1]": "holds a list, expected an object",
     '"zero"': "holds a str, expected an object",
+    '{"bf16": {}, "bf16": {}}': "bf16 stands in it twice",
     '{"gradient_clipping": "big"}': "gradient_clipping is 'big', expected a number of at least 0",
     '{"gradient_clipping": -1}': "gradient_clipping is -1, expected a number",
     '{"gradient_clipping": NaN}': "gradient_clipping is nan, expected a number",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; pass the JSON file of DeepSpeed") from error
     except json.JSONDecodeError as error:
@@ -50,3 +51,10 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{path} holds a {type(config).__name__}, expected an object; pass the file of DeepSpeed")
     return config
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    doubles = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if doubles:
+        raise UsageError(f"{doubles[0]} stands in it twice, which DeepSpeed refuses; remove one of them")
+    return dict(pairs)
