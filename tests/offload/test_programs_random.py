@@ -456,7 +456,8 @@ class OverlappedRun(RuleBasedStateMachine):
         model.uses_late = old.model.uses_late
         fresh: dict[Tensor, nn.Parameter] = {}
         for parameter, other in zip(model.parameters(), old.model.parameters(), strict=True):
-            parameter.data = torch.empty_like(other).copy_(parameter.data)  # thresholds follow the order in memory
+            # Thresholds follow the order in memory, and torch rounds copies with gaps and without in different ways.
+            parameter.data = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype).copy_(parameter.data)
             parameter.requires_grad_(other.requires_grad)
             fresh[other] = parameter
         groups = [{"params": [fresh[one] for one in group["params"]]} for group in old.optimizer.param_groups]
