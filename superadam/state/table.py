@@ -16,7 +16,7 @@ from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Int
 from superadam.kernels.native import Dtype, Format, Pass
 from superadam.kernels.places import ADDRESS, NOWHERE, compare, places_of
 from superadam.state.fingerprints import Fingerprints
-from superadam.state.new_values import NewValues, Patch
+from superadam.state.new_values import NewValues, Patch, Shadow
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import (
     ARRAYS,
@@ -369,9 +369,11 @@ class ParameterTable:
         segments["phase"], segments["length"] = self._rows["phase"][rows], records["count"]
         for name in ("gradient", *TENSORS, "index"):
             segments[name] = records[name]
+        numbers_by_shadow: dict[Shadow, list[int]] = {}
+        for number, slot in enumerate(slots):
+            numbers_by_shadow.setdefault(slot.shadow, []).append(number)
         patches: list[Patch] = []
-        for shadow in dict.fromkeys(slot.shadow for slot in slots):
-            numbers = [number for number, slot in enumerate(slots) if slot.shadow is shadow]
+        for shadow, numbers in numbers_by_shadow.items():
             patch = Patch(shadow, [slots[number].position for number in numbers], records["count"][numbers].tolist())
             patches.append(patch)
             segments["begin"][numbers] = patch.begins

@@ -135,6 +135,13 @@ def test_what_waits_for_the_verdict_is_kept(waits: Sequence[int], kept: int) -> 
     assert steps.autotuner.placement.gpu_buckets == kept
 
 
+@pytest.mark.parametrize(("seconds", "kept"), [(0.09, 0), (0.15, 1)])
+def test_a_last_result_that_is_late_by_two_percent_is_kept(seconds: float, kept: int) -> None:
+    """Of five seconds from the first bucket to the last."""
+    steps = Steps(SIZES, bucket_numel=1000)
+    assert steps.choose(seconds_per_element=seconds / 1000).gpu_buckets == kept
+
+
 def test_nothing_moves_before_several_steps_agree(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(SIZES, bucket_numel=1000)
     slow, fast = {"seconds_per_element": 2e-3}, {"seconds_per_element": 1e-9}
