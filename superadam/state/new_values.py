@@ -18,7 +18,7 @@ from superadam.state.parameter import Piece, Slot
 STAGED_NUMEL = 16 * 1024 * 1024
 """Elements of new values in one part, so that their memory does not grow with the model."""
 
-MOST_PLACES = 1 << 31
+MOST_PLACES = torch.iinfo(torch.int32).max
 """Elements of a buffer of which patches may replace some: their places are int32."""
 
 LAYOUTS_KEPT = 8192  # from step to step: more than a model has buckets, unless their composition keeps changing
@@ -96,7 +96,7 @@ class NewValues:
             sizes = [*map(_bytes_of, some)]
             hosts = torch.split(buffer[: sum(sizes)], sizes)
             shadows = [
-                self.shadow(layout, None, [host.view(layout.states[0].parameter_dtype), buffer])
+                self.shadow(layout, None, [host.view(layout.states[0].parameter_dtype)])
                 for layout, host in zip(some, hosts, strict=True)
             ]
             yield _slots(shadows)
@@ -155,7 +155,7 @@ class Shadow:
 
     Args:
         memory: on the device, where the values go as soon as they are written; None to wait on the host.
-        host: a flat buffer for them, and what it is a part of; without, one is allocated when it is first needed.
+        host: a flat buffer for them; without, one is allocated when it is first needed.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Shadow:
         """One host tensor for each piece, of its parameter's dtype and in its layout, for kernels to write."""
         if not self._views:
             self._host = self._host or [self.new_values.device.host_empty(self.layout.numel, self.dtype)]
-            self._views = self.layout.views(self._host[0])
+            self._views = self.layout.views(*self._host)
         return self._views
 
     @property
@@ -187,7 +187,7 @@ class Shadow:
         """Start the upload of the values, if they have memory on the device."""
         if self._memory is not None and self._arrived is None:
             distant = self._memory.view(self.dtype)[: self.layout.numel]
-            self._arrived = self.new_values.upload(self._host[0], distant)
+            self._arrived = self.new_values.upload(*self._host, distant)
             self._host, self._views = [], self.layout.views(distant)
 
     def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
@@ -214,7 +214,7 @@ class Shadow:
     def keep_published(self) -> None:
         """Keep memory of the host, which a copy under way may read, until the current stream has passed that."""
         if self._travels and self._arrived is None:
-            self.new_values.device.record_stream(self._host[0], Stream.CURRENT)
+            self.new_values.device.record_stream(*self._host, Stream.CURRENT)
 
 
 class Patch:
