@@ -139,11 +139,20 @@ _MEMORY_RAN_OUT = (
 )
 
 
-def is_short_of_memory(error: BaseException) -> bool:
+def is_short_of_memory(error: BaseException | None) -> bool:
     """Return whether an error says that memory ran out, on the host or on a device; some only say so in their text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_RAN_OUT)
+
+
+class MayLackMemory:
+    """Leaves the block where memory runs out in it, and goes on behind it; other errors are raised."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        return is_short_of_memory(error)
 
 
 def are_flattened(parameters: Iterable[Tensor]) -> bool:

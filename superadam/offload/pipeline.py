@@ -16,7 +16,7 @@ from superadam.handles.taken_gradient import HostSum
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.torch_private import is_short_of_memory
+from superadam.kernels.torch_private import MayLackMemory
 from superadam.offload.buckets import Bucket
 from superadam.offload.placement import Autotuner, Work
 from superadam.offload.prediction import Predictor
@@ -86,12 +86,12 @@ class Pipeline:
         is_sent = self._device.has_link and self._device.is_host(total.total) and not self._device.is_host(gradient)
         if state is None or not is_sent:
             return False
-        try:
-            total.add(*self._transfers.send_one(state, gradient))
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
+        sent = None
+        with MayLackMemory():
+            sent = self._transfers.send_one(state, gradient)
+        if sent is None:
             return False
+        total.add(*sent)
         self.worker.submit(functools.partial(self._wait_for, total))
         return True
 

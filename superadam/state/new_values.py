@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
-from superadam.kernels.torch_private import is_short_of_memory
+from superadam.kernels.torch_private import MayLackMemory
 from superadam.state.parameter import Piece, Slot
 
 STAGED_NUMEL = 16 * 1024 * 1024
@@ -80,11 +80,8 @@ class NewValues:
         size = max(sum(map(_bytes_of, some)) for some in layouts)
         buffers = [self.device.host_empty(size, torch.uint8)]
         if len(parts) > 1 and self.device.has_link:
-            try:
+            with MayLackMemory():
                 buffers.append(self.device.host_empty(size, torch.uint8))
-            except Exception as error:
-                if not is_short_of_memory(error):
-                    raise
         return self._slots_in_turn(layouts, buffers)
 
     def _slots_in_turn(self, layouts: Sequence[_Layouts], buffers: Sequence[Tensor]) -> Iterator[dict[Piece, Slot]]:
@@ -134,12 +131,9 @@ class NewValues:
 
     def room_on_device(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device, or None where it has none."""
-        try:
+        with MayLackMemory():
             return self.device.empty(numel, dtype, Stream.CURRENT)
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
-            return None
+        return None
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the upload of new values; return the event after which they may be read on the device."""

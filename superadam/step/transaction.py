@@ -27,7 +27,7 @@ from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.memory import has_memory
-from superadam.kernels.torch_private import is_profiling, is_short_of_memory
+from superadam.kernels.torch_private import MayLackMemory, is_profiling, is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
@@ -198,14 +198,10 @@ class Transaction:
         if not chosen:
             return
         numels = [piece.shape.numel() for piece, _ in chosen]
-        try:
+        with MayLackMemory():  # without its list, a value is for one factor
             lists = empty_lists(numels, [piece.state.max_exp_avg_sq is not None for piece, _ in chosen])
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
-            return  # without its list, a value is for one factor
-        for (_, record), listed in zip(chosen, lists, strict=True):
-            record.listed = listed
+            for (_, record), listed in zip(chosen, lists, strict=True):
+                record.listed = listed
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict; the gradients stay where they are."""
@@ -417,16 +413,13 @@ class Transaction:
         rows, records = self.table.rows_of(pieces), [*map(_pending_of, pieces)]
         for record in records:
             record.is_stale = True  # until all is done
-        try:
+        with MayLackMemory():
             self.statistics.patched_elements += self.table.run_patch(rows, records, *self._coefficients(contributions))
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
-            return False
-        for contribution, record in zip(contributions, records, strict=True):
-            record.scale, record.is_stale = contribution.scale, False
-        self.statistics.patched += len({piece.state for piece in pieces})
-        return True
+            self.statistics.patched += len({piece.state for piece in pieces})
+            for contribution, record in zip(contributions, records, strict=True):
+                record.scale, record.is_stale = contribution.scale, False
+            return True
+        return False
 
     def _publish(self, contributions: Sequence[_Contribution]) -> None:
         records = {contribution.piece: _pending_of(contribution.piece) for contribution in contributions}
