@@ -1,5 +1,6 @@
 """Buckets that stay on the device: the bits of the synchronous run, whatever stays, and whatever users do meanwhile."""
 
+import copy
 import math
 import time
 
@@ -73,12 +74,13 @@ def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None
 
 @pytest.mark.parametrize("gpu_buckets", [1, ALL])
 @pytest.mark.parametrize("first", [False, True])
-def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
-    """The host makes the step, and values go straight into the parameters; then there is memory again."""
-    device = SimulatedDevice(6)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), ValueError("planted")])
+def test_device_without_any_memory(error, first, gpu_buckets, monkeypatch, caplog):
+    """The host makes the step, and values go straight into the parameters; other errors are raised before anything."""
+    device, is_full = SimulatedDevice(6), isinstance(error, torch.OutOfMemoryError)
 
     def full(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("planted")
+        raise copy.copy(error)  # whose traceback would keep the arguments alive
 
     def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         if first:  # its order becomes known, but there is no state yet
@@ -94,8 +96,12 @@ def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
             if scheduler is not None:
                 scheduler._catch_up()
                 patch.setattr(device, "empty", full)
+                if not is_full:
+                    with pytest.raises(ValueError, match="planted"):
+                        optimizer.step()
+                    patch.undo()
             optimizer.step()
-        if scheduler is not None:
+        if scheduler is not None and is_full:
             assert resident(scheduler) == 0
             assert scheduler.placement.gpu_buckets == gpu_buckets // 2
         train(model, optimizer, range(6, 8))
@@ -104,7 +110,7 @@ def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
     scheduler = both(story, options, lambda: mlp(torch.bfloat16))
     assert scheduler.statistics.resident_buckets > 0
     assert not device.has_memory_in_use
-    assert "no memory left for the state" in caplog.text
+    assert is_full == ("no memory left for the state" in caplog.text)
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------
