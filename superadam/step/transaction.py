@@ -626,8 +626,7 @@ class Transaction:
 class _HeldElsewhere:
     """Stands, in a forked process, for a lock that another thread held."""
 
-    def acquire(self, *, blocking: bool) -> bool:
-        return False
+    def acquire(self, *, blocking: bool) -> None: ...
 
     def __enter__(self) -> NoReturn:
         raise RuntimeError(

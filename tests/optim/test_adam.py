@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,18 @@ def test_statistics_count_steps_and_parameters() -> None:
     assert (counts.committed, counts.clipped, counts.skipped, counts.steps) == (2, 2, 2, 6)
     seconds = [counts.norm_seconds, counts.update_seconds, counts.speculate_seconds, counts.resolve_seconds]
     assert min(*seconds, counts.commit_seconds) > 0
+
+
+def test_times_of_a_step_add_up_to_no_more_than_it_took() -> None:
+    optimizer = SpeculativeCPUAdamW([parameter(2 << 20)], max_grad_norm=1.0)
+    counts, before = optimizer.statistics, 0.0
+    give_gradients(optimizer, 1)
+    for _ in range(5):
+        begin = time.perf_counter()
+        optimizer.step()
+        took, spent = time.perf_counter() - begin, counts.norm_seconds + counts.update_seconds + counts.commit_seconds
+        assert took >= spent - before > 0
+        before = spent
 
 
 def _written(optimizer: SpeculativeCPUAdam) -> None:
