@@ -277,7 +277,7 @@ class Transfers(NewValues):
 
     # ---- new values --------------------------------------------------------------------------------------------------
 
-    def shadow(self, layout: FlatLayout[Piece], memory: Tensor | None = None, host: Sequence[Tensor] = ()) -> Shadow:
+    def shadow(self, layout: FlatLayout[Piece], memory: Tensor | None = None, host: Tensor | None = None) -> Shadow:
         """Return memory for the new values of a layout, and count it."""
         shadow = super().shadow(layout, memory, host)
         tell("counting bytes", self._count_shadow, shadow)

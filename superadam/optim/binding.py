@@ -120,7 +120,7 @@ class Binding(GradientHolder):
         published: the `state` dict.
         overlap: the scheduler, if there is one.
         source: of gradients that are not those in `.grad`, if there is one.
-        is_flattened: whether the bound parameters are shards of FSDP1.
+        is_flattened: whether the bound parameters are shards of FSDP1; there once any are bound.
         ranks: that make each step together; None for this one alone.
         process_group: of those ranks, if a program has said which.
         storage: how state is stored.
@@ -131,7 +131,6 @@ class Binding(GradientHolder):
         self.published = PublishedState(entries, self._lock)
         self.overlap: Overlap | None = None
         self.source: GradientSource | None = None
-        self.is_flattened = False
         self.ranks: Ranks | None = None
         self.process_group: dist.ProcessGroup | None = None
         self.storage = storage

@@ -53,7 +53,7 @@ class NewValues:
         """Forget the layouts of earlier buckets, which keep their parameters alive."""
         self._layout_of.cache_clear()
 
-    def shadow(self, layout: FlatLayout[Piece], memory: Tensor | None = None, host: Sequence[Tensor] = ()) -> Shadow:
+    def shadow(self, layout: FlatLayout[Piece], memory: Tensor | None = None, host: Tensor | None = None) -> Shadow:
         """Return memory for the new values of a layout; see `Shadow`."""
         return Shadow(self, layout, memory, host)
 
@@ -93,7 +93,7 @@ class NewValues:
             sizes = [*map(_bytes_of, some)]
             hosts = torch.split(buffer[: sum(sizes)], sizes)
             shadows = [
-                self.shadow(layout, None, [host.view(layout.states[0].parameter_dtype)])
+                self.shadow(layout, None, host.view(layout.states[0].parameter_dtype))
                 for layout, host in zip(some, hosts, strict=True)
             ]
             yield _slots(shadows)
@@ -153,14 +153,14 @@ class Shadow:
     """
 
     def __init__(
-        self, new_values: NewValues, layout: FlatLayout[Piece], memory: Tensor | None, host: Sequence[Tensor]
+        self, new_values: NewValues, layout: FlatLayout[Piece], memory: Tensor | None, host: Tensor | None
     ) -> None:
         self.new_values = new_values
         self.pieces, self.dtype, self.nbytes = layout.states, layout.states[0].parameter_dtype, _bytes_of(layout)
         self.takes_patches = layout.numel <= MOST_PLACES
         device = new_values.device
         self._travels = device.has_link and not device.is_host(layout.states[0].state.local)
-        self.layout, self._memory, self._host = layout, memory, [*host]
+        self.layout, self._memory, self._host = layout, memory, host
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
 
@@ -168,8 +168,9 @@ class Shadow:
     def values(self) -> list[Tensor]:
         """One host tensor for each piece, of its parameter's dtype and in its layout, for kernels to write."""
         if not self._views:
-            self._host = self._host or [self.new_values.device.host_empty(self.layout.numel, self.dtype)]
-            self._views = self.layout.views(*self._host)
+            if self._host is None:
+                self._host = self.new_values.device.host_empty(self.layout.numel, self.dtype)
+            self._views = self.layout.views(self._host)
         return self._views
 
     @property
@@ -179,10 +180,10 @@ class Shadow:
 
     def send(self) -> None:
         """Start the upload of the values, if they have memory on the device."""
-        if self._memory is not None and self._arrived is None:
+        if self._memory is not None and self._host is not None:
             distant = self._memory.view(self.dtype)[: self.layout.numel]
-            self._arrived = self.new_values.upload(*self._host, distant)
-            self._host, self._views = [], self.layout.views(distant)
+            self._arrived = self.new_values.upload(self._host, distant)
+            self._host, self._views = None, self.layout.views(distant)
 
     def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
         """Replace values on the device by others, behind the event and everything that writes them."""
@@ -207,8 +208,8 @@ class Shadow:
 
     def keep_published(self) -> None:
         """Keep memory of the host, which a copy under way may read, until the current stream has passed that."""
-        if self._travels and self._arrived is None:
-            self.new_values.device.record_stream(*self._host, Stream.CURRENT)
+        if self._travels and self._host is not None:
+            self.new_values.device.record_stream(self._host, Stream.CURRENT)
 
 
 class Patch:
