@@ -125,9 +125,6 @@ class Worker:
     def close(self) -> None:
         """Finish the jobs, then end."""
         self._is_closed = True
-        if self._thread is not threading.current_thread():
-            self._look()
-            self._wait()
         self._calls.put(sys.exit)
         while self._thread is not threading.current_thread() and not self._has_ended:
             with deferred_signals():

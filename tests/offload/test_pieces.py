@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, StepKind
 from superadam.devices import Device
 from superadam.devices.worker import WorkerError
+from superadam.handles.gradient_handle import taken_of
 from superadam.kernels.native import CHUNK
 from superadam.state.parameter import piece_length
 from superadam.testing import SimulatedDevice
@@ -90,6 +91,10 @@ def train(run: Run) -> None:
             outcome = optimizer.last_outcome
             assert (outcome.kind is StepKind.SKIPPED) is (step == SPOILED)
             run.see([outcome.kind.value, outcome.grad_norm, outcome.clip_coefficient], list(model.parameters()))
+        if scheduler is not None:  # no gradient keeps its memory when all of its pieces were sent
+            taken = [one for parameter in model.parameters() if (one := taken_of(parameter.grad)) is not None]
+            assert taken
+            assert all(one._joined is None for one in taken)
     run.see(gradients=[parameter.grad for parameter in model.parameters()])
     counts = optimizer.statistics
     assert not run.setting.clips or (counts.committed and counts.clipped)
