@@ -126,11 +126,12 @@ def packing_takes_the_present_values_of_any_gradient(device: Device) -> None:
 def scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: Device) -> None:
     """Parameters with steps, transposed, and without elements; and no parameters at all."""
     where = device.device
-    data = torch.zeros(12, device=where)[::3], torch.zeros(2, 3, device=where).t(), torch.zeros(0, device=where)
+    spaced = torch.zeros(12, device=where)[::3]
+    data = spaced, torch.zeros(4, device=where)[::2], torch.zeros(2, 3, device=where).t(), spaced[:0]
     parameters = [nn.Parameter(one) for one in data]
     versions = [version_of(parameter) for parameter in parameters]
     numbers = torch.arange(6.0, device=where)
-    sources = [numbers[:4], numbers.view(2, 3).t(), numbers[:0]]
+    sources = [numbers[:4], numbers[4:], numbers.view(2, 3).t(), numbers[:0]]
     device.scatter(sources, parameters)
     device.scatter([], [])
     for parameter, source in zip(parameters, sources, strict=True):
