@@ -231,7 +231,9 @@ def test_scalars_of_the_test_are_rounded_up(lr, step, factor, rounds):
     k = Coefficients.at_step(dataclasses.replace(ORDINARY, lr=lr), step, factor, rounds=rounds)
     for width in (1.0, 1.01, 1.5, 3.9):
         low, high = float(np.float32(k.s / width)), float(np.float32(k.s * width))
-        over = k.over(Interval(low, high))
+        over = k.over(interval := Interval(low, high))
+        assert all(map(interval.covers, (low, k.s, high)))
+        assert not any(map(interval.covers, (0.99 * low, 1.01 * high)))
         products = high + k.s if Flag.ROUND in k.flags else high
         assert over.interval.spread > max(high - k.s, k.s - low) + 2.0**-8 * products
         assert over.interval.spread > 2.0**-6 * high
