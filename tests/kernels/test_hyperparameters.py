@@ -85,3 +85,6 @@ def test_errors_show_values_of_less_than_eighty_letters() -> None:
     assert described(shown) == repr(shown)
     assert len(described(shown)) == 79
     assert described(["a" * 23, "a" * 23, "a" * 22]) == "a list"
+    assert described(torch.tensor([0.5], requires_grad=True)) == "tensor([0.5000])"
+    for shape, device in (((2, 3), "cpu"), ((1,), "meta")):
+        assert described(torch.ones(shape, device=device)) == f"torch.float32 of shape {shape}"
