@@ -151,6 +151,8 @@ def test_long_runs_do_not_grow(device, make, monkeypatch):
                 if scheduler is not None:
                     scheduler.synchronize()
                 ordinary(model, optimizer, scheduler)
+            if scheduler is not None:
+                scheduler.synchronize()
 
         settle()
         check_growth(lambda: make(model, optimizer, scheduler), warm_up, count, settle)
