@@ -147,15 +147,24 @@ def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_
     assert bits == expected
     assert most == roomy if share == 1.0 else max(most[1:]) <= BOUND
 
-    model, device = mlp(torch.bfloat16, layers=24), CountingDevice(0, device.free)
+    assert values_on_device(device.free, first_eagerness=0.95) == [True] * count + [False] * (48 - count)
+
+
+def test_what_was_packed_at_once_has_room():
+    """In the first step no copy has passed when the last bucket is packed."""
+    assert values_on_device(0, first_eagerness=0.0) == [True] * 48
+
+
+def values_on_device(free: int, first_eagerness: float) -> list[bool]:
+    """Return of each new value whether it has left the host before a step that is late."""
+    model, device = mlp(torch.bfloat16, layers=24), CountingDevice(0, free)
     optimizer = adam(model, max_grad_norm=0.4)
     with opened(optimizer, model, device) as scheduler:
         for seed in range(4):
             optimizer.step()
             optimizer.zero_grad()
-            device.accelerator.eagerness = 0.0 if seed > 1 else 0.95
+            device.accelerator.eagerness = 0.0 if seed > 1 else first_eagerness
             model(batch(seed, torch.bfloat16)).float().square().mean().backward()
         scheduler._catch_up()
         states = scheduler._transaction.table.states
-        sent = [state.pending.slot.shadow.is_sent for state in states if state.pending.slot]
-    assert sent == [True] * count + [False] * (48 - count)
+        return [state.pending.slot.shadow.is_sent for state in states if state.pending.slot]
