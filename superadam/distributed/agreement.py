@@ -50,7 +50,7 @@ class _Words(NamedTuple):
     limit: float = math.inf  # of the norm; inf for none
     is_new: float = 0.0  # 1: the rank has parameters that it has not described
     nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
-    sums: Any = ()  # of squares, a tuple: of elements that this rank alone counts, then one for each `_Copies`
+    sums: Any = ()  # of squares: of elements that this rank alone counts, then one for each `_Copies`
 
 
 class Description(NamedTuple):
@@ -100,11 +100,11 @@ class Ranks:
         mine = self._words(question)._replace(
             limit=limit, nonfinite=nonfinite, is_new=float(self.described != self._exchanged)
         )
-        every = self._exchange(mine if mine.is_new else self._with_sums(mine, sums))
+        every = self._exchange(mine if mine.is_new else mine._replace(sums=sums(self._classes)))
         self._check(every)
         if any(words.is_new for words in every):
             self._exchange_descriptions()
-            every = self._exchange(self._with_sums(mine, sums))
+            every = self._exchange(mine._replace(sums=sums(self._classes)))
             self._check(every)
         total, count = 0.0, int(sum(words.nonfinite for words in every))
         for words in every:
@@ -128,10 +128,6 @@ class Ranks:
             )
         self.agreed = self.number
         return RanksNorm(total, 0)
-
-    def _with_sums(self, words: _Words, sums: Callable[[Sequence[int]], Sequence[float]]) -> _Words:
-        count = 1 + len(self._copies)
-        return words._replace(sums=(*sums(self._classes), *[0.0] * count)[:count])
 
     def _exchange_descriptions(self) -> None:
         """Exchange the descriptions of all ranks, and find out what this rank counts.
@@ -195,9 +191,9 @@ class Ranks:
         """Return the words of each rank, in the order of `members`."""
         if len(self.members) == 1:
             return [mine]
-        sums = mine.sums or (0.0,) * (1 + len(self._copies))
-        padding = [0.0] * (-len(sums) % _PADDING)
-        sent = torch.tensor([*mine[:-1], *sums, *padding], dtype=torch.float64, device=self._device_type)
+        room = [0.0] * (-(-(1 + len(self._copies)) // _PADDING) * _PADDING)
+        sums = [*mine.sums, *room][: len(room)]
+        sent = torch.tensor([*mine[:-1], *sums], dtype=torch.float64, device=self._device_type)
         received = [torch.empty_like(sent) for _ in self.members]
         try:
             dist.all_gather(received, sent, group=self._group)
@@ -205,7 +201,7 @@ class Ranks:
             raise self._no_agreement(error) from error
         rows: list[list[float]] = torch.stack(received).tolist()
         fixed = len(mine) - 1
-        return [_Words(*words[:fixed])._replace(sums=tuple(words[fixed : fixed + len(sums)])) for words in rows]
+        return [_Words(*words[:fixed])._replace(sums=words[fixed:]) for words in rows]
 
     def _no_agreement(self, error: Exception) -> RuntimeError:
         said = str(error).partition("\n")[0][:150]
