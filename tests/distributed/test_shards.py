@@ -1,6 +1,8 @@
 """State of DTensors: fp32 parts on the CPU, shown as DTensors of the parameter's shape and placements."""
 
 import copy
+import itertools
+import math
 import operator
 import pickle
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from superadam import SpeculativeCPUAdamW, StepKind
+from superadam.distributed.shards import first_position
 
 pytestmark = pytest.mark.slow
 
@@ -300,6 +303,22 @@ def test_tensor_parallelism(rank, dtype):
         model(torch.randn(3, 8).to(dtype)).square().mean().backward()
         optimizer.speculate()
         oracle.check_step(rel_tol=1e-14)  # the norm is added in another order
+
+
+@on_ranks(4)
+def test_where_a_part_begins_in_the_whole(rank):
+    """Thresholds, by which smaller state is rounded, are those of the whole where a part is rows of it."""
+    for sizes in ((4,), (2, 2)):
+        mesh = init_device_mesh("cpu", sizes)
+        for shape, placements in itertools.product(
+            [(9, 5), (7,)], itertools.product([Shard(0), Shard(1), Replicate()], repeat=len(sizes))
+        ):
+            cut = {placement.dim for placement in placements if placement.is_shard()}
+            if max(cut, default=0) < len(shape):
+                whole = torch.arange(math.prod(shape)).view(shape)
+                part = distribute_tensor(whole, mesh, placements)
+                if part.to_local().numel():
+                    assert first_position(part) == (0 if 1 in cut else part.to_local().flatten()[0])
 
 
 @on_ranks(2)
