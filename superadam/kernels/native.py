@@ -249,7 +249,7 @@ def run(
         len(segments),
         ffi.from_buffer("superadam_coefficients[]", coefficients),
         len(coefficients),
-        threads or _num_threads or get_num_threads(),
+        threads or get_num_threads(),
     )
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
@@ -289,7 +289,7 @@ def step(
         ffi.from_buffer("int64_t[]", nonfinite),
         len(sums),
         max_norm,
-        _num_threads or get_num_threads(),
+        get_num_threads(),
         verdict,
     )
     if code != lib.SUPERADAM_OK:
@@ -319,7 +319,7 @@ def move_like(
     code = lib.superadam_traffic(
         int(which),
         ffi.from_buffer("superadam_segment[]", segments),
-        threads or _num_threads or get_num_threads(),
+        threads or get_num_threads(),
         burst,
         prefetch,
         stream_out * lib.SUPERADAM_STREAM_OUT | stream_state * lib.SUPERADAM_STREAM_STATE,
@@ -357,7 +357,7 @@ def differing(
         ffi.from_buffer("int64_t[]", rows),
         len(rows),
         everything,
-        threads or _num_threads or get_num_threads(),
+        threads or get_num_threads(),
         ffi.from_buffer("int64_t[]", found),
     )
     return found[:number]
@@ -373,7 +373,7 @@ def copy(targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], numbe
         ffi.from_buffer("void *[]", sources),
         ffi.from_buffer("int64_t[]", numbers),
         len(numbers),
-        _num_threads or get_num_threads(),
+        get_num_threads(),
     )
 
 
