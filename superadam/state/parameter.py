@@ -253,7 +253,7 @@ class ParameterState(Piece):
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
         cuts: the pieces that it is cut into; none where it is its own only piece.
         storage, format: how it is stored.
-        first_threshold: of its first element among the thresholds, which begin again after each block.
+        first_threshold: position of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
         shown: by key, the stand-ins for its `TENSORS` in `optimizer.state`: a write to one is a write to the state.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
