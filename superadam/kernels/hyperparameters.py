@@ -246,7 +246,6 @@ class Coefficients:
 
         `scale` and `rounds` are those of a `Scale`.
         """
-
         s = _rounded(scale, double)
         flags, (decay, wd, w, b2, c2, eps) = _constants(hyper, s != 1.0, rounds, double)
         nss = _rounded(-(hyper.lr / (1.0 - beta_power(hyper.beta1, step))), double)

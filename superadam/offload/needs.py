@@ -32,7 +32,7 @@ def needs_of(
     piece_numel: int | None = None,
     storage: Storage = Storage(),  # noqa: B008 (immutable)
 ) -> HostNeeds:
-    """Return what one parameter, which may be meta, takes; `shadows` is that of a working copy, wherever it waits.
+    """Return what one parameter, which may be meta, takes; `shadows` counts new values that wait on the device, too.
 
     It is cut into pieces of at most `piece_numel` elements; None for one.
     """
