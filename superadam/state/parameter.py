@@ -26,8 +26,7 @@ from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.places import VERSION, places_of
 from superadam.kernels.torch_private import dtensor_like
 from superadam.state import compact
-from superadam.state.storage import Master, Moments, dense
-from superadam.state.storage import Storage as Storage
+from superadam.state.storage import Master, Moments, Storage, dense
 from superadam.state.uncertain import NARROWER, Listed
 
 if TYPE_CHECKING:
