@@ -36,7 +36,7 @@ def copy_one(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
         if not is_short_of_memory(error) or target.numel() <= 1:
             raise
         sizes, strides = target.shape, target.stride()
-        outermost = max(range(target.dim()), key=lambda one: (sizes[one] > 1, strides[one]))
+        outermost = max(range(target.dim()), key=lambda dim: (sizes[dim] > 1, strides[dim]))
         for index in range(sizes[outermost]):
             copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking=non_blocking)
 

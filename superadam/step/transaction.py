@@ -440,8 +440,8 @@ class Transaction:
         states = [contribution.piece.state for contribution in contributions]
         runs = [(contribution.hyper, 1) for contribution in contributions]
         self._make_ready(states, self.table.rows_of(states), runs)
-        resident = [one for one in contributions if one.is_resident] if self.table.resident is not None else []
-        here = [one for one in contributions if not one.is_resident] if resident else contributions
+        resident = [each for each in contributions if each.is_resident] if self.table.resident is not None else []
+        here = [each for each in contributions if not each.is_resident] if resident else contributions
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
             pieces = [contribution.piece for contribution in resident]
