@@ -83,7 +83,7 @@ class HostNeeds:
         )
 
         def remedy(excess: int) -> str:
-            """Return what to do where so many bytes are too many."""
+            """Return what to do about this many bytes too many."""
             fitting = [words for words, size in self.changes().items() if size <= self.total - excess]
             return ", or ".join(["allow this process more memory, train fewer parameters", *fitting])
 

@@ -121,7 +121,7 @@ def save(
         closing(stack),  # whose end goes on where Ctrl-C interrupts it
     ):
         background_save.wait()
-        group = process_group if wait else background_save.group_beside(process_group)
+        group = process_group if wait else background_save.gloo_group_of(process_group)
         ranks = CheckpointRanks(
             group,
             f"cannot save a checkpoint to {folder}",

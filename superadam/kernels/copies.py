@@ -41,7 +41,7 @@ def copy_one(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
             copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking=non_blocking)
 
 
-def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_on_kernel_threads(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each plain source into a dense target of its shape and dtype on the CPU, in one call where that can be.
 
     Where other threads have the cores, torch would wait in each copy until all of its threads had one.
