@@ -59,7 +59,7 @@ def predicted(row: dict[str, Any], side: dict[str, Any], rates: dict[str, float]
         clipping = Clipping(1.0, is_predicted=side["accepted"] > 0.1, missed=side["redone"])
     times = row["forward_seconds"], row["backward_seconds"]
     work = Work(buckets, *times, bucket_numel=numel, clipping=clipping)
-    python = 3e-4 + (side["bucket_seconds"] or 0.0) / int(threads)
+    python = 3e-4 + (side.get("bucket_seconds") or 0.0) / int(threads)
     return simulate(Rates(rates["memory"], rates["download"], rates["upload"], passes, python, 9e-5), work).seconds
 
 
