@@ -79,7 +79,7 @@ gpu-wheels: $(VENV)/installed
 # quiet machine. Needs a C++ compiler and OpenMP, with which DeepSpeed builds its extension, once. JSON=bench/results/NAME.json keeps
 # the result elsewhere, to be put into docs by `python bench/step_cost.py`; OpenMP's threads wait as they do by default.
 peers: $(PEERS)/installed
-	env -u OMP_WAIT_POLICY $(WITH_PEERS) bench/compare.py steps --numel 67108864 --minutes 7 --json $(or $(JSON),build/steps.json) $(ARGS)
+	env -u OMP_WAIT_POLICY $(WITH_PEERS) bench/compare.py --numel 67108864 --minutes 7 --json $(or $(JSON),build/steps.json) $(ARGS)
 
 lint: $(VENV)/test-tools
 	$(BIN)/ruff check .

@@ -1,11 +1,9 @@
-"""Compares, in interleaved pairs: steps with those of peers, iterations with plain ones.
+"""Compares steps with those of peers, in interleaved pairs.
 
-    python bench/compare.py                           both
-    python bench/compare.py steps --numel 67108864    one of them: steps or overlap
+    python bench/compare.py --numel 67108864
 
-Steps are measured with each number of threads, iterations with the first. Peers are torch's AdamW and those of
-DeepSpeed, bitsandbytes and torchao, where these are installed. `superadam bench` measures passes. Leave the machine
-alone while it runs.
+Peers are torch's AdamW and those of DeepSpeed, bitsandbytes and torchao, where these are installed. `superadam bench`
+measures passes, `bench/pace.py` iterations. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
-from measures import contests, options, overlap, peers, report
+from measures import contests, options, peers, report
 
 from superadam.cli.bench.report import Environment
 from superadam.cli.usage import count
@@ -30,7 +28,6 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, show the table, and write the JSON file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     threads = list(dict.fromkeys([native.get_num_threads(), 1]))
-    parser.add_argument("what", nargs="?", choices=["all", "steps", "overlap"], default="all")
     parser.add_argument("--numel", type=count, default=16 << 20, metavar="N", help="of the largest tensor (16 Mi)")
     parser.add_argument("--pairs", type=count, default=21, metavar="N", help="of each row (%(default)s)")
     parser.add_argument("--threads", nargs="+", type=count, default=threads, metavar="N", help="(all, and one)")
@@ -45,24 +42,19 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=options.new_file, metavar="FILE", help="write the results there too")
     asked = parser.parse_args(words)
-    parts = ("steps", "overlap") if asked.what == "all" else (asked.what,)
     results = report.Results()
     with Console(stderr=True).status("measuring") as status:
-        if "steps" in parts:
-            end = time.monotonic() + 60 * asked.minutes
-            status.update("which peers run here; the first time, they may compile for minutes")
-            asked_for = [peer for peer in peers.PEERS if peer.name in asked.peers]
-            results.peers, results.left_out = peers.choose(asked_for)
-            chosen = contests.contests(asked.numel, asked.threads, results.peers)
-            for result in contests.measure(chosen, asked.pairs, end):
-                if isinstance(result, peers.LeftOut):
-                    results.left_out.append(result)
-                else:
-                    results.contests.append(result)
-                status.update(f"{len(results.contests)} of {len(chosen)} comparisons of steps")
-        if "overlap" in parts:
-            status.update("iterations with and without overlap")
-            results.overlap.append(overlap.measure(asked.threads[0], asked.pairs))
+        end = time.monotonic() + 60 * asked.minutes
+        status.update("which peers run here; the first time, they may compile for minutes")
+        asked_for = [peer for peer in peers.PEERS if peer.name in asked.peers]
+        results.peers, results.left_out = peers.choose(asked_for)
+        chosen = contests.contests(asked.numel, asked.threads, results.peers)
+        for result in contests.measure(chosen, asked.pairs, end):
+            if isinstance(result, peers.LeftOut):
+                results.left_out.append(result)
+            else:
+                results.contests.append(result)
+            status.update(f"{len(results.contests)} of {len(chosen)} comparisons")
     console, environment = Console(), Environment.here()
     console.print(environment.in_words(), highlight=False)
     console.print(report.to_table(results))

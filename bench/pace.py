@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
     console, environment = Console(), Environment.here()
     where = f"{asked.threads} threads of {environment.processor}"
     console.print(f"superadam on a clock with the rates of an H200, {where}", highlight=False)
-    console.print(pacing_report.to_table(rows, settings))
+    console.print(pacing_report.to_table(rows))
     for line in pacing_report.notes(rows, settings):
         console.print(line, style="dim", highlight=False)
     if asked.json is not None:

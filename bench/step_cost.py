@@ -1,4 +1,4 @@
-"""Puts a result of `bench/compare.py steps --json` into docs/step_cost.md: its tables, and the picture next to it.
+"""Puts a result of `bench/compare.py --json` into docs/step_cost.md: its tables, and the picture next to it.
 
     python bench/step_cost.py bench/results/NAME.json
 

@@ -5,7 +5,7 @@
 #define SUPERADAM_CHUNK 4096
 /* ... in this many virtual lanes: lane i takes the elements i, i + 16, i + 32, ... of its chunk. */
 #define SUPERADAM_LANES 16
-/* Elements that share an exponent in 8-bit moments, and after which the phases of thresholds begin again. */
+/* Elements that share an exponent in 8-bit moments, and after which thresholds begin again. */
 #define SUPERADAM_BLOCK 64
 
 /* Element types. FLOAT64 stands alone: a segment is all FLOAT64 or has none of it. */
@@ -18,9 +18,7 @@
 /* How a segment's state is stored: 0, as float, or double when gradient_dtype is FLOAT64; or a sum of these. A step
  * computes in float what it makes of the stored values, and stores its results as docs/design.md says. */
 #define SUPERADAM_MOMENTS_BFLOAT16 1
-#define SUPERADAM_MOMENTS_8BIT                                                                                        \
-    2                            /* a byte for each element, and one for each 64, which divide the length; no AMSGRAD \
-                                  */
+#define SUPERADAM_MOMENTS_8BIT 2 /* a byte for each element, and one for each 64; whole 64s, and no AMSGRAD */
 #define SUPERADAM_MASTER_24BIT 4 /* the upper 16 bits of a float, and the next 8 */
 #define SUPERADAM_LISTED_24BIT 8 /* of SPECULATE: the state is a list of one with MASTER_24BIT, in float */
 
@@ -116,8 +114,8 @@ typedef struct {
     int32_t accepted_coefficients; /* ... for accepted_gradient */
     int32_t gradient_dtype;
     int32_t out_dtype;
-    int32_t format; /* of the state */
-    int32_t phase;  /* of the first element, from 0 to 63: thresholds are those of position + phase */
+    int32_t format;          /* of the state */
+    int32_t first_threshold; /* from 0 to 63: thresholds are those of position + this */
 } superadam_segment;
 
 /* Instruction sets of this architecture, best first. */

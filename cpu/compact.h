@@ -32,14 +32,10 @@ typedef struct {
 } __attribute__((aligned(64))) compact_block;
 
 #define COMPACT static inline __attribute__((always_inline))
-/* Once for all variants of a pass: a call for each block costs little compared with its 64 elements, and compiling
- * costs much.
- */
+/* Once for all variants of a pass: a call costs little against the 64 elements of a block, compiling costs much. */
 #define SHARED static __attribute__((noinline))
 
-/* Of each position in a block, 1/64 of a full turn more or less: its 6 bits in reverse, so that neighbours are far
- * apart.
- */
+/* Of each position in a block, a multiple of 1/64 of a full turn: its 6 bits in reverse, to keep neighbours apart. */
 #define PHASE_OF(j)                                                                                                  \
     (((uint32_t)(j) & 1) << 31 | ((uint32_t)(j) & 2) << 29 | ((uint32_t)(j) & 4) << 27 | ((uint32_t)(j) & 8) << 25 | \
      ((uint32_t)(j) & 16) << 23 | ((uint32_t)(j) & 32) << 21)
@@ -103,8 +99,7 @@ COMPACT void words_store_bytes(uint8_t *to, words x)
 
 COMPACT signed_words words_are_nan(words bits) { return (bits & 0x7FFFFFFF) > 0x7F800000; }
 
-/* ---- bf16
- * ------------------------------------------------------------------------------------------------------------ */
+/* ---- bf16 ---- */
 
 COMPACT void bfloat16_decode(const uint16_t *from, float *to)
 {
@@ -135,8 +130,7 @@ COMPACT void bfloat16_encode_nearest(uint16_t *to, float *from, int keeps)
     }
 }
 
-/* ---- 8 bits: floats whose exponents count down from that of the block's largest
- * ---------------------------------------- */
+/* ---- 8 bits: floats whose exponents count down from that of the block's largest ---- */
 
 /* `mantissa` bits of fraction; with a sign 7 bits remain for exponent and fraction, without one 8. */
 COMPACT uint32_t code_base(uint32_t exponent, int mantissa, int has_sign)
@@ -189,8 +183,7 @@ COMPACT uint8_t codes_encode(uint8_t *to, float *from, uint32_t turn, const uint
     return (uint8_t)exponent;
 }
 
-/* ---- 24 bits: the upper 16 and the next 8
- * ------------------------------------------------------------------------------ */
+/* ---- 24 bits: the upper 16 and the next 8 ---- */
 
 COMPACT void master24_decode(const uint16_t *high, const uint8_t *low, float *to)
 {
@@ -219,8 +212,7 @@ COMPACT void master24_encode(uint16_t *high, uint8_t *low, float *from, uint32_t
     }
 }
 
-/* ---- blocks of a segment
- * ---------------------------------------------------------------------------------------------- */
+/* ---- blocks of a segment ---- */
 
 enum { EXP_AVG_MANTISSA = 3, EXP_AVG_SQ_MANTISSA = 4 };
 
@@ -252,7 +244,7 @@ SHARED void compact_load(const superadam_segment *s, int64_t i, int with_max, co
 SHARED void compact_store(const superadam_segment *s, int64_t i, int with_max, uint32_t turn, int keeps,
                           compact_block *b)
 {
-    const uint32_t *phases = PHASES + s->phase;
+    const uint32_t *phases = PHASES + s->first_threshold;
     if (s->format & SUPERADAM_MOMENTS_BFLOAT16) {
         bfloat16_encode((uint16_t *)s->exp_avg + i, b->exp_avg, turn, phases, keeps);
         bfloat16_encode((uint16_t *)s->exp_avg_sq + i, b->exp_avg_sq, turn, phases, keeps);
@@ -280,10 +272,10 @@ SHARED void compact_round(const superadam_segment *s, int64_t i, uint32_t turn, 
 {
     uint32_t phases[BLOCK];
     if (s->format & SUPERADAM_MASTER_24BIT) {
-        master24_round(b->master, b->moved, turn, PHASES + s->phase);
+        master24_round(b->master, b->moved, turn, PHASES + s->first_threshold);
     } else if (s->format & SUPERADAM_LISTED_24BIT) {
         for (int j = 0; j < BLOCK; j++)
-            phases[j] = PHASES[s->index[i + j] % BLOCK + s->phase];
+            phases[j] = PHASES[s->index[i + j] % BLOCK + s->first_threshold];
         master24_round(b->master, b->moved, turn, phases);
     }
 }
@@ -308,8 +300,7 @@ SHARED void compact_prefetch(const superadam_segment *s, int fuses, int64_t i)
     prefetch_block(s->max_exp_avg_sq, moment, i);
 }
 
-/* ---- the last block of a segment, which may not be whole
- * --------------------------------------------------------------- */
+/* ---- the last block of a segment, which may not be whole ---- */
 
 enum { TAIL_ARRAYS = 9 };
 
@@ -366,8 +357,7 @@ static void tail_write(const tail *t, int64_t count)
             memcpy(t->arrays[k].at, t->copies[k], (size_t)(count * t->arrays[k].size));
 }
 
-/* ---- lists
- * ------------------------------------------------------------------------------------------------------------- */
+/* ---- lists ---- */
 
 /* Copies the state of the elements begin + found[j], in ascending order, to a list from entry `first` on. */
 static __attribute__((noinline)) void compact_list(const superadam_segment *s, int64_t begin, const uint16_t *found,

@@ -86,11 +86,12 @@ static int check_format(int pass, const superadam_segment *s, int amsgrad)
     const int moments = s->format & (SUPERADAM_MOMENTS_BFLOAT16 | SUPERADAM_MOMENTS_8BIT);
     const int masters = s->format & (SUPERADAM_MASTER_24BIT | SUPERADAM_LISTED_24BIT);
     if ((s->format & ~(moments | masters)) || s->gradient_dtype == SUPERADAM_FLOAT64 || (moments & (moments - 1)) ||
-        (masters & (masters - 1)) || (moments == SUPERADAM_MOMENTS_8BIT && amsgrad) || s->phase < 0 || s->phase >= 64)
+        (masters & (masters - 1)) || (moments == SUPERADAM_MOMENTS_8BIT && amsgrad) || s->first_threshold < 0 ||
+        s->first_threshold >= SUPERADAM_BLOCK)
         return SUPERADAM_BAD_FORMAT;
     if (masters == SUPERADAM_LISTED_24BIT && (pass != SUPERADAM_SPECULATE || s->uncertain))
         return SUPERADAM_BAD_FORMAT;
-    if (moments == SUPERADAM_MOMENTS_8BIT && s->length % 64)
+    if (moments == SUPERADAM_MOMENTS_8BIT && s->length % SUPERADAM_BLOCK)
         return SUPERADAM_BAD_LENGTH;
     if (s->length &&
         ((masters == SUPERADAM_MASTER_24BIT && !s->master_low) || (masters == SUPERADAM_LISTED_24BIT && !s->index) ||

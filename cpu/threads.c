@@ -27,7 +27,7 @@ static struct {
     pthread_mutex_t lock;    /* guards everything below */
     pthread_cond_t started, finished;
     job *current;
-    _Atomic int wanted; /* threads that may still join the current job; read without the lock to spin, as is the next */
+    _Atomic int wanted; /* threads that may still join the job; this and the next are read without the lock, to spin */
     _Atomic int inside; /* threads that are in it */
     int size;           /* threads of the pool */
 } pool = {.one_job = PTHREAD_MUTEX_INITIALIZER,

@@ -111,7 +111,7 @@ static void add_array(traffic *t, const void *base, int element_size, access acc
     t->arrays[t->count++] = (array){(char *)base, element_size, access};
 }
 
-/* A moment: numbers of so many bytes each, or codes of one, and a line of exponents for each chunk. */
+/* A moment: numbers of this size, or codes of one byte and a line of exponents for each chunk. */
 static void add_moment(traffic *t, const void *base, const uint8_t *exponents, int element_size, access access)
 {
     add_array(t, base, element_size, access);

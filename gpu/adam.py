@@ -244,7 +244,7 @@ def adam_kernel(
     """Update one block.
 
     Further rows of the table: addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient and parameter; the
-    index of the coefficient set; addresses of master_low, exp_avg_exponents and exp_avg_sq_exponents; the phase.
+    index of the coefficient set; addresses of master_low, exp_avg_exponents, exp_avg_sq_exponents; the first threshold.
     """
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
@@ -297,8 +297,8 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         launches = []
         for variant, some in alike.items():  # memory for all tables, before anything is written
             addresses = np.stack([addresses_of(arrays) for arrays in zip(*map(_arrays_of, some), strict=True)])
-            indices, phases = [[step.coefficients for step in some]], [[step.phase for step in some]]
-            rows = np.concatenate([addresses[:6], indices, addresses[6:], phases])
+            indices, firsts = [[step.coefficients for step in some]], [[step.first_threshold for step in some]]
+            rows = np.concatenate([addresses[:6], indices, addresses[6:], firsts])
             table = make_table([step.master for step in some], BLOCK, rows, device)
             launches.append((variant, table, not np.any(addresses % VECTOR_BYTES)))
         for (real, form, gradient, out, flags), table, is_aligned in launches:

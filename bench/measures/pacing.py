@@ -9,7 +9,6 @@ import functools
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -69,9 +68,6 @@ class Side:
         step: runs after backward; returns whether the step was clipped.
         placement: applied before each turn; None leaves the scheduler's.
         seconds: of iterations, by whether they were clipped.
-        python: CPU seconds of the training thread, without the device's own, in each iteration that was not clipped: a
-            clipped one runs kernels.
-        buckets: handed to the worker.
         accepted, redone: tensors whose speculation was published, and those that were updated again with the verdict.
     """
 
@@ -81,8 +77,6 @@ class Side:
     scheduler: OffloadScheduler | None = None
     placement: Placement | None = None
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    python: list[float] = field(default_factory=list)
-    buckets: int = 0
     accepted: int = 0
     redone: int = 0
 
@@ -112,21 +106,17 @@ class Side:
             self.iterate()
         before = None
         if scheduler is not None:
-            before = replace(scheduler.statistics), replace(scheduler.optimizer.statistics)
+            before = replace(scheduler.optimizer.statistics)
         end = device.record(Stream.CURRENT).passed_at()
         for _ in range(timed):
-            last, python = end, time.thread_time() - device.own_seconds
-            is_clipped = self.iterate()
-            if not is_clipped:
-                self.python.append(time.thread_time() - device.own_seconds - python)
+            last, is_clipped = end, self.iterate()
             end = device.record(Stream.CURRENT).passed_at()
             self.seconds[is_clipped].append(end - last)
         device.record(Stream.CURRENT).synchronize()
         if scheduler is not None and before is not None:
-            now, steps = scheduler.statistics, scheduler.optimizer.statistics
-            self.buckets += now.buckets - before[0].buckets
-            self.accepted += steps.accepted - before[1].accepted
-            self.redone += steps.respeculated - before[1].respeculated
+            now = scheduler.optimizer.statistics
+            self.accepted += now.accepted - before.accepted
+            self.redone += now.respeculated - before.respeculated
             scheduler.synchronize()  # or its worker would run in another side's turn
 
 
@@ -144,9 +134,6 @@ class SideResult:
             step computes again counts as not hidden, as far as it takes the iteration longer.
         accepted, redone: shares of the tensors of all timed steps: those whose speculation was published, and those
             that were speculated on but updated again with the verdict. All others were updated once, with the verdict.
-        python_seconds: of its CPU time in steps that were not clipped, without what the device takes of it; None
-            without any.
-        bucket_seconds: of that, for each bucket, in hooks and in the step: what it takes longer than with the clock.
     """
 
     name: str
@@ -158,8 +145,6 @@ class SideResult:
     hidden_share: float
     accepted: float
     redone: float
-    python_seconds: float | None
-    bucket_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,10 +404,6 @@ def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> Si
     usual, clipped = side.seconds[False], side.seconds[True]
     count = len(usual) + len(clipped)
     placement = side.scheduler.placement if side.scheduler is not None and side.placement is None else side.placement
-    python, of_clock = (statistics.median(timed.python) if timed.python else None for timed in (side, clock))
-    bucket = 0.0 if python is not None else None
-    if python is not None and of_clock is not None and side.buckets:
-        bucket = (python - of_clock) * count / side.buckets
     alone, typical = statistics.median(clock.seconds[False]), _typical(usual, clipped if counts_clipped else [])
     tensors = count * len(side.model.gradients.numels)
     return SideResult(
@@ -435,8 +416,6 @@ def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> Si
         hidden_share=max(0.0, 1.0 - max(0.0, typical - alone) / adam),
         accepted=side.accepted / tensors,
         redone=side.redone / tensors,
-        python_seconds=python,
-        bucket_seconds=bucket,
     )
 
 

@@ -28,40 +28,28 @@ LIMITS = (
 )
 
 
-def to_table(rows: Sequence[Row], settings: Settings) -> Table:
-    """Return the table: for each row the clock, "auto", the best fixed placement, and the sides without overlap.
-
-    Where a share of clipped steps was asked for, it shows what became of speculation instead of Python's time.
-    """
-    last = ("accepted", "redone") if settings.clipped is not None else ("Python", "us/b.")
+def to_table(rows: Sequence[Row]) -> Table:
+    """Return the table: for each row the clock, "auto", the best fixed placement, and the sides without overlap."""
     title = f"{in_words(rows[0].parameters)} parameters in {rows[0].layers} tensors"
     table = new_table("side", title=title, title_justify="left")
     table.add_column("placement", no_wrap=True, style="dim")
-    for name in ("ms", "/clock", "hidden", *last):
+    for name in ("ms", "/clock", "hidden", "accepted", "redone"):
         table.add_column(name, justify="right", no_wrap=True, style="bold" if name == "/clock" else "")
     for row in rows:
         table.add_section()
         table.add_row(f"[bold]{row.ratio:g} x {1e3 * row.adam_seconds:.0f} ms")
         for name, words in _NAMES.items():
-            table.add_row(f"  {words}", *_columns(getattr(row, name), settings))
+            table.add_row(f"  {words}", *_columns(getattr(row, name)))
     return table
 
 
-def _columns(side: SideResult, settings: Settings) -> list[str]:
-    python = "" if side.python_seconds is None else f"{1e3 * side.python_seconds:.1f}"
-    if settings.clipped is not None:
-        last = [f"{side.accepted:.0%}", f"{side.redone:.0%}"] if side.placement else ["", ""]
-    elif side.placement:
-        bucket = "" if side.bucket_seconds is None else f"{1e6 * side.bucket_seconds:.0f}"
-        last = [python, bucket]
-    else:
-        last = [python, ""]
+def _columns(side: SideResult) -> list[str]:
     return [
         side.placement,
         f"{1e3 * side.typical_seconds:.1f}",
         f"{side.over_clock:.2f}",
         f"{side.hidden_share:.0%}",
-        *last,
+        *([f"{side.accepted:.0%}", f"{side.redone:.0%}"] if side.placement else ["", ""]),
     ]
 
 
@@ -75,18 +63,9 @@ def steps_in_words(row: Row) -> str:
 
 def notes(rows: Sequence[Row], settings: Settings) -> list[str]:
     """Return explanations of the table."""
-    if settings.clipped is None:
-        times = f"without the clipped steps, one in {CLIP_EVERY}"
-        more = (
-            "Python: ms of the training thread's CPU time, without the device's own; us/b.: of that, what each bucket "
-            "takes in hooks and in the step"
-        )
-    else:
+    times = f"without the clipped steps, one in {CLIP_EVERY}"
+    if settings.clipped is not None:
         times = "of steps that are clipped and of others, weighted by their number"
-        more = (
-            "accepted: of all tensors, those whose speculation was published; redone: those updated again with the "
-            "verdict; the others were updated once, with the verdict"
-        )
     return [
         f"{steps_in_words(rows[0])}.",
         "Sections: backward's time as a multiple of the CPU's Adam time, which is that of a plain step on all "
@@ -94,7 +73,9 @@ def notes(rows: Sequence[Row], settings: Settings) -> list[str]:
         "torch's step, with gradients and new values travelling after backward.",
         f"Gradients travel at {H200.download / 1e9:g} GB/s, new values at {H200.upload / 1e9:g}; the device's memory "
         f"has {H200.memory / 1e12:g} TB/s. Medians of {settings.rounds} interleaved turns {times}. hidden: of Adam's "
-        f"time, what an iteration does not take longer than the clock. {more}.",
+        "time, what an iteration does not take longer than the clock. accepted: of all tensors, those whose "
+        "speculation was published; redone: those updated again with the verdict; the others were updated once, with "
+        "the verdict.",
         "Placements: resident buckets, elements of a bucket, threads; fixed were "
         + "; ".join(dict.fromkeys(side.placement for row in rows for side in row.placements))
         + ".",

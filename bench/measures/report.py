@@ -11,9 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-import superadam
 from measures.contests import Contest, ContestResult
-from measures.overlap import OverlapResult
 from measures.peers import LeftOut, Peer, versions
 from superadam.cli.bench import report
 
@@ -23,7 +21,6 @@ class Results:
     """What was measured so far, of which peers, and what was not."""
 
     contests: list[ContestResult] = field(default_factory=list)
-    overlap: list[OverlapResult] = field(default_factory=list)
     peers: Sequence[Peer] = ()
     left_out: list[LeftOut] = field(default_factory=list)
 
@@ -47,11 +44,6 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
             }
             for row in results.contests
         ],
-        "overlap": [
-            {name: value for name, value in asdict(row).items() if name != "comparison"}
-            | report.comparison_as_json(row.comparison)
-            for row in results.overlap
-        ],
     }
 
 
@@ -65,16 +57,13 @@ def to_text(content: dict[str, Any]) -> str:
 
 
 def to_table(results: Results) -> Table:
-    """Return the one table: steps over those of peers, iterations over plain ones."""
+    """Return the one table: steps over those of peers."""
     table = report.comparisons_table()
     for section, rows in itertools.groupby(results.contests, lambda row: _section(row.contest)):
         report.add_section(table, section)
         for row in rows:
             name = f"{row.contest.tensors} x {row.contest.numel}, {row.contest.against}"
             report.add_row(table, name, row.comparison)
-    for overlap in results.overlap:
-        report.add_section(table, f"{superadam.active_isa()}, {overlap.threads} thr.: iterations over plain ones")
-        report.add_row(table, "overlapped", overlap.comparison)
     return table
 
 
@@ -86,18 +75,8 @@ def _section(contest: Contest) -> str:
 def notes(results: Results, pairs: int) -> list[str]:
     """Return what a reader of the table needs: sizes, what a ratio is against, and what was left out."""
     return [
-        *(
-            "Steps: tensors x elements, peer. SpeculativeCPUAdamW.step, which always takes the norm, against what the "
-            "title says with the peer's step; new gradients before each."
-            for _ in results.contests[:1]
-        ),
+        "Steps: tensors x elements, peer. SpeculativeCPUAdamW.step, which always takes the norm, against what the "
+        "title says with the peer's step; new gradients before each.",
         *(f"Not measured: {each.what} ({each.why})." for each in results.left_out),
-        *(
-            f"overlapped: forward, backward and step of {report.in_words(row.parameters)} fp32 parameters on the CPU, "
-            f"{row.tokens:,} tokens, {row.buckets:g} buckets, through OffloadScheduler; taking the gradients cost the "
-            f"training thread {1e6 * row.hook_seconds:.0f} us; {row.hidden_share:.0%} of the optimizer's time was "
-            "hidden."
-            for row in results.overlap
-        ),
         report.about_ratios(pairs),
     ]

@@ -82,7 +82,6 @@ static inline void vec_store_float16(void *to, vec value, int stream)
     vst1_u16((uint16_t *)to, vreinterpret_u16_f16(vcvt_f16_f32(value)));
 }
 
-
 static inline void vec_stream_fence(void) {}
 
 typedef struct {

@@ -100,7 +100,7 @@ class CudaDevice(Device):
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        self._keep((one.gradient for one in steps), Stream.CURRENT)
+        self._keep((step.gradient for step in steps), Stream.CURRENT)
         self._gpu.update(steps, sets)
 
     def free_bytes(self) -> int:

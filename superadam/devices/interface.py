@@ -45,7 +45,7 @@ class Stream(enum.Enum):
 
     CURRENT = "current"  # the stream that the calling thread's model computes on
     DOWNLOAD = "download"  # copies of gradients to the host
-    UPLOAD = "upload"  # copies of parameters to the device
+    UPLOAD = "upload"  # copies of new values, and of state that becomes resident, to the device
 
 
 class Event(Protocol):

@@ -1,7 +1,7 @@
 """The device of models in host memory: everything is done when the call returns.
 
-Gradients need no copy and parameters are written where they are, so that a schedule only moves work to another thread.
-Only parameters that kernels cannot write, because they are not dense or not on the CPU, are copied. An accelerator that
+Gradients stay where they are and new values are copied within host memory, so that a schedule only moves work to
+another thread. Gradients and parameters of another accelerator are copied by torch, which overlaps nothing. One that
 computes with copies of the parameters may still be copying gradients here when hooks see them.
 """
 

@@ -43,7 +43,7 @@ class GradientHolder:
         """Called once `.grad` is an ordinary gradient again."""
 
     def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
-        """Send a new micro-batch to a sum of them on the host; return whether that is how it gets there."""
+        """Start to send a new micro-batch to a sum on the host; return False where the caller has to add it."""
         return False
 
     def unrounded(self, new: Tensor) -> Tensor:

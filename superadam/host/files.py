@@ -59,8 +59,8 @@ os.register_at_fork(after_in_child=_close_held)
 def lock(path: Path, seconds: float, stack: ExitStack) -> None:
     """Hold the lock of a file, which is created if need be, until `stack` or this process ends.
 
-    Ctrl-C at any moment leaves it to `stack`, whoever keeps the exception. Raises BlockingIOError if another process
-    still holds it after so many seconds, and OSError.
+    After Ctrl-C at any moment, `stack` releases it. Raises BlockingIOError if another process still holds it after this
+    time, and OSError.
     """
     file = stack.enter_context(open(path, "a", opener=_opened_at_once))  # noqa: SIM115 - it does
     stack.callback(_unlock, file)

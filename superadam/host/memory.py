@@ -83,7 +83,7 @@ class HostNeeds:
         )
 
         def remedy(excess: int) -> str:
-            """Return what to do where so many bytes are too many."""
+            """Return what to do about this many bytes too many."""
             fitting = [words for words, size in self.changes().items() if size <= self.total - excess]
             return ", or ".join(["allow this process more memory, train fewer parameters", *fitting])
 
@@ -113,7 +113,7 @@ class Claim:
     """Host memory that one of several processes is about to take at once."""
 
     size: int  # bytes
-    left: Mapping[str, int]  # bytes that each limit leaves; one that processes share has one key in all of them
+    left: Mapping[str, int]  # bytes that each limit leaves; processes have the same key for a limit that they share
 
     @classmethod
     def of(cls, host: Host, size: int) -> Self:

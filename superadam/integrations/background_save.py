@@ -87,7 +87,7 @@ def wait() -> None:
 _groups: dict[object, tuple[object, dist.ProcessGroup]] = {}
 
 
-def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def gloo_group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a gloo group of the same ranks, made once, on which collectives run at the same time as those of training.
 
     It waits for ranks as long as the given one does. After `destroy_process_group()` another one is made; a save under

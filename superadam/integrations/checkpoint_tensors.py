@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from superadam.devices.flat import aligned
 from superadam.distributed import shards
 from superadam.integrations.checkpoint_folder import CheckpointError
-from superadam.kernels.copies import copy_beside, is_plain
+from superadam.kernels.copies import copy_on_kernel_threads, is_plain
 from superadam.kernels.memory import has_memory
 from superadam.kernels.torch_private import storage_key
 from superadam.optim.entry import Encoded
@@ -111,7 +111,7 @@ class Copies:
             whole = torch.frombuffer(block, dtype=torch.uint8, count=like.nbytes, offset=begin)  # a storage of its own
             copies[place] = whole.view(like.dtype).as_strided(like.shape, like.stride())
             begin += aligned(array.nbytes)
-        copy_beside([*copies.values()], [*self._arrays.values()])
+        copy_on_kernel_threads([*copies.values()], [*self._arrays.values()])
 
         def copy_of(array: Tensor) -> Tensor:
             copy = copies.get(_place(array)) if is_plain(array) else None

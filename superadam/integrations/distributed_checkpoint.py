@@ -41,7 +41,7 @@ __all__ = ["CheckpointError", "latest", "load", "save", "wait"]
 _SHARED = ": choose another folder that all ranks share"
 
 _descent: WeakKeyDictionary[Optimizer, set[str | None]] = WeakKeyDictionary()
-"""States of folders, of which the newest checkpoint was loaded into an optimizer or saved from it."""
+"""Of each optimizer, the states of folders whose newest checkpoint was loaded into it or saved from it."""
 
 _last_seen: dict[Path, str | None] = {}
 """State of each folder when it was last asked for its newest checkpoint, or received it, in this process.
@@ -121,7 +121,7 @@ def save(
         closing(stack),  # whose end goes on where Ctrl-C interrupts it
     ):
         background_save.wait()
-        group = process_group if wait else background_save.group_beside(process_group)
+        group = process_group if wait else background_save.gloo_group_of(process_group)
         ranks = CheckpointRanks(
             group,
             f"cannot save a checkpoint to {folder}",

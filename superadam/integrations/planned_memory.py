@@ -53,8 +53,8 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
         return
     place, stage, size, limit = memory.problems[0]
     where = "" if place == "host" else f" at {stage}"
-    fits = [one.setting for one in remedies(subject, setting, machine, found) if one.setting.flows == setting.flows]
-    advice = f"choose {' or '.join(_options(one, setting) for one in fits)}"
+    fits = [fit.setting for fit in remedies(subject, setting, machine, found) if fit.setting.flows == setting.flows]
+    advice = f"choose {' or '.join(_options(changed, setting) for changed in fits)}"
     if not fits:
         advice = "no option of this program suffices: train a smaller model, or shorter sequences (--max_length)"
     raise MemoryError(
@@ -63,13 +63,13 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
     )
 
 
-def _options(remedy: Setting, setting: Setting) -> str:
+def _options(changed: Setting, setting: Setting) -> str:
     """Return what turns one setting into the other, as options of `examples/finetune.py`."""
     words = {
-        "--loss_type nll": remedy.loss != setting.loss,
-        "--activation_checkpointing true": remedy.checkpointing != setting.checkpointing,
-        f"--moments {remedy.moments} --master {remedy.master}": remedy.moments != setting.moments,
-        f"--per_device_train_batch_size {remedy.sequences}": remedy.sequences != setting.sequences,
-        f"{remedy.ranks} ranks, each with as much memory": remedy.ranks != setting.ranks,
+        "--loss_type nll": changed.loss != setting.loss,
+        "--activation_checkpointing true": changed.checkpointing != setting.checkpointing,
+        f"--moments {changed.moments} --master {changed.master}": changed.moments != setting.moments,
+        f"--per_device_train_batch_size {changed.sequences}": changed.sequences != setting.sequences,
+        f"{changed.ranks} ranks, each with as much memory": changed.ranks != setting.ranks,
     }
     return " ".join(option for option, is_changed in words.items() if is_changed)

@@ -121,7 +121,7 @@ def _warn_of_memory(trainer: Trainer, storage: dict[str, str]) -> None:
         return
     if not all(parameter.requires_grad for parameter in model.parameters()):
         return  # an adapter
-    from superadam.integrations.planned_memory import check_memory, setting_of  # a plan's modules, for whom it serves
+    from superadam.integrations.planned_memory import check_memory, setting_of  # with a plan's modules
 
     setting = setting_of(arguments, **{"moments": "fp32", "master": "fp32", **storage})
     try:

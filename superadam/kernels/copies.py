@@ -36,12 +36,12 @@ def copy_one(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
         if not is_short_of_memory(error) or target.numel() <= 1:
             raise
         sizes, strides = target.shape, target.stride()
-        outermost = max(range(target.dim()), key=lambda one: (sizes[one] > 1, strides[one]))
+        outermost = max(range(target.dim()), key=lambda dim: (sizes[dim] > 1, strides[dim]))
         for index in range(sizes[outermost]):
             copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking=non_blocking)
 
 
-def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_on_kernel_threads(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each plain source into a dense target of its shape and dtype on the CPU, in one call where that can be.
 
     Where other threads have the cores, torch would wait in each copy until all of its threads had one.

@@ -66,7 +66,7 @@ class Hyperparameters:
         raw = (lr, *betas, eps, weight_decay, *flags)
         if tuple(map(type, raw)) == _USUAL_TYPES:
             return _hyperparameters(*raw)
-        parsed: list[Any] = [_number(*one) for one in zip(_NUMBERS, raw, strict=False)]
+        parsed: list[Any] = [_number(*named) for named in zip(_NUMBERS, raw, strict=False)]
         return Hyperparameters(*parsed, *map(_flag, _FLAGS, raw[len(_NUMBERS) :]))
 
 
@@ -235,18 +235,12 @@ class Coefficients:
 
     @staticmethod
     def at_step(
-        hyper: Hyperparameters,
-        step: int,
-        scale: float = 1.0,
-        *,
-        rounds: bool = False,
-        double: bool = False,
+        hyper: Hyperparameters, step: int, scale: float = 1.0, *, rounds: bool = False, double: bool = False
     ) -> Coefficients:
         """Return the scalars of step `step`, counted from 1, rounded to fp32, or with `double` to fp64.
 
         `scale` and `rounds` are those of a `Scale`.
         """
-
         s = _rounded(scale, double)
         flags, (decay, wd, w, b2, c2, eps) = _constants(hyper, s != 1.0, rounds, double)
         nss = _rounded(-(hyper.lr / (1.0 - beta_power(hyper.beta1, step))), double)

@@ -1,4 +1,4 @@
-"""Whether a tensor has its memory still; without the module in C, so that whatever reads one element can ask."""
+"""Whether a tensor still has its memory; does not import the module in C, so that every other one can ask."""
 
 from __future__ import annotations
 

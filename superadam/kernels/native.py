@@ -363,16 +363,16 @@ def differing(
     return found[:number]
 
 
-def copy(targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], numbers: npt.NDArray[np.int64]) -> None:
-    """Copy so many bytes from each source address to its target address, with the GIL released.
+def copy(targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64]) -> None:
+    """Copy this many bytes from each source address to its target address, with the GIL released.
 
     As for `run`, the memory must be there; targets overlap nothing.
     """
     lib.superadam_copy(
         ffi.from_buffer("void *[]", targets),
         ffi.from_buffer("void *[]", sources),
-        ffi.from_buffer("int64_t[]", numbers),
-        len(numbers),
+        ffi.from_buffer("int64_t[]", sizes),
+        len(sizes),
         get_num_threads(),
     )
 

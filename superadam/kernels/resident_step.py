@@ -27,7 +27,7 @@ class ResidentStep:
     exp_avg_exponents: Tensor | None = None  # of 8-bit moments: uint8, one for each 64 elements
     exp_avg_sq_exponents: Tensor | None = None
     master_low: Tensor | None = None  # of masters of 24 bits: the lower 8, as uint8
-    phase: int = 0  # of the first element, from 0 to 63, among the thresholds by which state in fewer bits is rounded
+    first_threshold: int = 0  # from 0 to 63: of the first element, where state in fewer bits is rounded
 
     @property
     def format(self) -> Format:

@@ -162,8 +162,8 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
         return False
     mark = getattr(sys.modules.get("torch.distributed.fsdp._common_utils"), "FSDP_FLATTENED", None)
     if mark is not None:
-        return any(hasattr(one, mark) for one in parameters)
-    return any(issubclass(type(one), fsdp.FullyShardedDataParallel) for one in gc.get_objects())
+        return any(hasattr(parameter, mark) for parameter in parameters)
+    return any(issubclass(type(module), fsdp.FullyShardedDataParallel) for module in gc.get_objects())
 
 
 WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -287,7 +287,7 @@ def can_have_handle(tensor: Any) -> bool:
 def check_can_take(parameters: Iterable[Any], what: str) -> None:
     """Raise RuntimeError unless gradients of these can be taken; `what` was asked for and needs that."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    if missing or not all(can_have_handle(one) for one in parameters if isinstance(one, dtensor)):
+    if missing or not all(can_have_handle(tensor) for tensor in parameters if isinstance(tensor, dtensor)):
         raise RuntimeError(
             f"{what}, but torch {torch.__version__} lacks what taking gradients needs "
             f"({', '.join(missing) or 'DTensor._local_tensor, DTensor._spec'}), expected a torch that superadam was "

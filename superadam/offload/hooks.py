@@ -1,4 +1,4 @@
-"""When gradients are ready: post-accumulate-grad hooks tell, but for those that FSDP2 has reduced, a group later."""
+"""When gradients may be taken: in post-accumulate-grad hooks, and those that FSDP2 has reduced a group later."""
 
 from __future__ import annotations
 

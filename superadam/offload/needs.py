@@ -32,7 +32,7 @@ def needs_of(
     piece_numel: int | None = None,
     storage: Storage = Storage(),  # noqa: B008 (immutable)
 ) -> HostNeeds:
-    """Return what one parameter, which may be meta, takes; `shadows` is that of a working copy, wherever it waits.
+    """Return what one parameter, which may be meta, takes; `shadows` counts new values that wait on the device, too.
 
     It is cut into pieces of at most `piece_numel` elements; None for one.
     """
@@ -84,7 +84,7 @@ def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placem
     run, entries = HostNeeds(), binding.entries(groups, is_given=False)
     leaving = elements = widest = 0
     for group in groups:
-        for parameter in (one for one in group["params"] if one.requires_grad):
+        for parameter in [parameter for parameter in group["params"] if parameter.requires_grad]:
             local, link = shards.local_of(parameter), placement.transfer_dtype
             is_on_host, amsgrad, most = device.is_host(local), bool(group["amsgrad"]), placement.bucket_numel
             needs = needs_of(

@@ -30,7 +30,7 @@ LEAST_NUMEL = 1024 * 1024
 USED_SHARE = 0.9  # of the room on a device that is short of memory
 PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
 AGREEING_STEPS = 3  # in a row, before anything moves
-LEAST_GAIN = 0.02  # of the time from the first bucket to the last result: how late results must be
+LEAST_DELAY = 0.02  # of the time from the first bucket to the last result: how late results must be
 REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the order
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
 
@@ -117,8 +117,8 @@ class Autotuner:
         bytes_of_state, bytes_of_gradient: of each element that stays on the device.
 
     Attributes:
-        order: pieces of parameters as their gradients became ready, resident ones last, in that of the last steps that
-            had the most of them.
+        order: pieces in the order in which their gradients became ready, resident ones last; that of the step with the
+            most pieces among the last ones.
 
     Raises:
         ValueError: buckets are to be resident but cannot be.
@@ -225,7 +225,7 @@ class Autotuner:
         travelling = (work for work in reversed(step) if not work.is_resident)
         last = sum(work.elements for work in itertools.takewhile(operator.attrgetter("waits"), travelling))
         late = max(0.0, done - ended) + update_seconds * last / max(1, waiting)
-        if late > LEAST_GAIN * (ended - began + late):
+        if late > LEAST_DELAY * (ended - began + late):
             more = math.ceil(late / max(self._seconds_per_element * numel, 1e-9))
             return min(now + more, max(now, -(-sum(work.elements for work in step) // numel)))
         interval = (ended - began) / max(1, sum(work.elements for work in step))  # in which one more element arrives
@@ -233,7 +233,7 @@ class Autotuner:
         return max(0, now - math.floor(max(0.0, fewer))) if late == 0.0 else now
 
     def _affordable_buckets(self, step: list[Work]) -> int:
-        """Return how many buckets, whose pieces are not cut, the device has memory for, with those there now.
+        """Return how many buckets of whole pieces the device has memory for, those that are there now included.
 
         Asks the device, which takes its driver a while.
         """

@@ -41,7 +41,7 @@ class Predictor:
     """Predicts the factor of each step, bucket by bucket. Any number may be a norm, a factor or a limit.
 
     Attributes:
-        total: elements of all parameters; what arrives after them has arrived again.
+        total: elements of all parameters; once as many have arrived, the next ones begin another backward.
     """
 
     total = math.inf

@@ -205,7 +205,7 @@ class OffloadScheduler(GradientHolder):
                 raise
             _logger.debug("a bucket is left to step(): %s", error)
 
-    # ---- for the optimizer (binding.Overlap) -----------------------------------------------------------------
+    # ---- for the optimizer (binding.Overlap) -------------------------------------------------------------------------
 
     def _follow(self, transaction: Transaction | None) -> None:
         self._transaction = transaction

@@ -1,4 +1,4 @@
-"""Statistics of the scheduler: buckets by outcome, bytes, and seconds."""
+"""Statistics of the scheduler: buckets, gradients that were given back, bytes, elements, and seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OverlapStatistics:
         hook_seconds: time that taking gradients took, in the hooks of backward and, of the last ones, in `step()`.
         worker_seconds: time in which the worker worked.
         waited_seconds: time in which the training thread waited for the worker, in `step()` and in readers of state.
-        step_seconds: time that `step()` took when the worker was done.
+        step_seconds: time that `step()` took after the worker was done.
     """
 
     buckets: int = 0

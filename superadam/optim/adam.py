@@ -31,7 +31,8 @@ from superadam.optim.arguments import (
 )
 from superadam.optim.binding import Binding, hyper_by_row, names_of, runs_of, untracked
 from superadam.optim.entry import raw
-from superadam.state.parameter import ParameterState, Pending, Storage, check_parameter, pieces_of
+from superadam.state.parameter import ParameterState, Pending, check_parameter, pieces_of
+from superadam.state.storage import Storage
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
 

@@ -32,8 +32,9 @@ from superadam.optim.arguments import is_flattened
 from superadam.optim.entry import Lock
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
-from superadam.state.parameter import ParameterState, Storage, pieces_of
+from superadam.state.parameter import ParameterState, pieces_of
 from superadam.state.resident import ResidentStates
+from superadam.state.storage import Storage
 from superadam.state.table import ParameterTable, Runs
 from superadam.step.gradients import hyper_of_each
 from superadam.step.outcome import Applied, Statistics, StepOutcome

@@ -61,7 +61,7 @@ class PublishedState:
         table.is_exposed, table.is_any_held = False, bool(table.is_held.any())
 
     def let_go(self, states: Sequence[ParameterState]) -> None:
-        """Let go of stand-ins that no program has; what was written to them must have been read."""
+        """Let go of stand-ins that no program has. Call `read` first: a write to one of them would be lost."""
         is_dict_held = sys.getrefcount(self.entries) > _ALONE + 1
         for state in states:
             for key in self._stand_ins(state):

@@ -37,7 +37,7 @@ class Activations:
 
 
 class Live(dispatch_mode()):  # type: ignore[misc]
-    """Counts the bytes of storages that are alive, those made inside included: `now`, and the `peaks` of phases."""
+    """Counts the bytes of storages that are alive, those made inside included: `now`, and the `peaks` of stages."""
 
     def __init__(self) -> None:
         super().__init__()

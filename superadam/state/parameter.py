@@ -26,8 +26,7 @@ from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.places import VERSION, places_of
 from superadam.kernels.torch_private import dtensor_like
 from superadam.state import compact
-from superadam.state.storage import Master, Moments, dense
-from superadam.state.storage import Storage as Storage
+from superadam.state.storage import Master, Moments, Storage, dense
 from superadam.state.uncertain import NARROWER, Listed
 
 if TYPE_CHECKING:
@@ -253,7 +252,7 @@ class ParameterState(Piece):
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
         cuts: the pieces that it is cut into; none where it is its own only piece.
         storage, format: how it is stored.
-        first_threshold: of its first element among the thresholds, which begin again after each block.
+        first_threshold: position of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
         shown: by key, the stand-ins for its `TENSORS` in `optimizer.state`: a write to one is a write to the state.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.

@@ -24,12 +24,12 @@ class ResidentStates:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._held: dict[Piece, dict[str, Tensor]] = {}  # flat tensors, by name
-        self._updated: Event  # after the last step, before which nothing is held
+        self._arrays: dict[Piece, dict[str, Tensor]] = {}  # flat tensors, by name
+        self._updated: Event  # after the last step, before which nothing is here
 
     def arrays_of(self, piece: Piece) -> Mapping[str, Tensor] | None:
         """Return the arrays, by name, flat, of a state that is newer here, to be read on the current stream."""
-        return self._held.get(piece)
+        return self._arrays.get(piece)
 
     def step(
         self,
@@ -52,11 +52,11 @@ class ResidentStates:
         delivered: list[tuple[Tensor, Tensor]] = []
         try:
             for piece, gradient, index in zip(pieces, gradients, indices, strict=True):
-                held, state = self._held.get(piece), piece.state
-                if held is None or ("max_exp_avg_sq" in held) is (state.max_exp_avg_sq is None):
+                arrays, state = self._arrays.get(piece), piece.state
+                if arrays is None or ("max_exp_avg_sq" in arrays) is (state.max_exp_avg_sq is None):
                     self.bring_home([piece])
                     host = {name: tensor for name in ARRAYS if (tensor := getattr(state, name)) is not None}
-                    held = self._held[piece] = {
+                    arrays = self._arrays[piece] = {
                         name: self._moved(piece.elements_of(tensor)) for name, tensor in host.items()
                     }
                     arrived.append(piece)
@@ -66,36 +66,36 @@ class ResidentStates:
                     values = values.as_strided(piece.shape, piece.strides)
                     delivered.append((parameter.data, values))
                     parameter = values
-                tensors: dict[str, Any] = {name: held.get(name) for name in ARRAYS}
+                tensors: dict[str, Any] = {name: arrays.get(name) for name in ARRAYS}
                 tensors |= {"gradient": gradient, "parameter": parameter}
-                steps.append(ResidentStep(**tensors, coefficients=int(index), phase=state.first_threshold))
+                steps.append(ResidentStep(**tensors, coefficients=int(index), first_threshold=state.first_threshold))
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
-                for tensor in (tensor for piece in arrived for tensor in self._held[piece].values()):
+                for tensor in (tensor for piece in arrived for tensor in self._arrays[piece].values()):
                     self._device.record_stream(tensor, Stream.CURRENT)
             self._device.update(steps, sets)
             self._updated = self._device.record(Stream.CURRENT)
         except BaseException:
             for piece in arrived:
-                del self._held[piece]  # the host's tensors are as new, and may be dropped
+                del self._arrays[piece]  # the host's tensors are as new, and may be dropped
             raise
         for parameter, values in delivered:
             parameter.copy_(values)
 
     def bring_home(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Copy the state of these pieces to the host and free its memory here; return those whose state was here."""
-        leaving = [piece for piece in pieces if piece in self._held] if self._held else []
+        leaving = [piece for piece in pieces if piece in self._arrays] if self._arrays else []
         if not leaving:
             return leaving
         self._device.wait(Stream.CURRENT, self._updated)  # perhaps on the current stream of another thread
         for piece in leaving:
-            for name, distant in self._held[piece].items():
+            for name, distant in self._arrays[piece].items():
                 home = flat(piece.elements_of(getattr(piece.state, name)))
                 with torch_private.inference_mode(home.is_inference()), torch.no_grad():  # the first enables it
                     self._device.copy(home, distant, Stream.CURRENT)
         self._device.record(Stream.CURRENT).synchronize()
         for piece in leaving:
-            del self._held[piece]
+            del self._arrays[piece]
         return leaving
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Samples:
             if not arrays:
                 continue
             is_dense = working_copy.stride() == piece.strides
-            samples = _cut(working_copy, blocks) if is_dense else _cut_sparse(working_copy, piece.strides, blocks)
+            samples = _cut(working_copy, blocks) if is_dense else _cut_with_gaps(working_copy, piece.strides, blocks)
             kinds[blocks[1], piece.parameter_dtype, working_copy.device, arrays[0].device, len(arrays)].append(
                 (piece.state.row, samples, [_cut(array, blocks) for array in arrays])
             )
@@ -142,10 +142,10 @@ def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
     return tensor.as_strided((count, width), (distance, 1))
 
 
-def _cut_sparse(tensor: Tensor, strides: Sequence[int], blocks: tuple[int, int, int]) -> Tensor:
+def _cut_with_gaps(tensor: Tensor, strides: Sequence[int], blocks: tuple[int, int, int]) -> Tensor:
     count, width, distance = blocks
     positions = distance * np.arange(count)[:, None] + np.arange(width)
     layout = zip(strides, tensor.shape, tensor.stride(), strict=True)
     offsets = sum((positions // dense % size * stride for dense, size, stride in layout), np.zeros_like(positions))
-    flat = tensor.as_strided((int(offsets.max()) + 1,), (1,))
-    return flat[torch.from_numpy(offsets).to(flat.device)]
+    elements = tensor.as_strided((int(offsets.max()) + 1,), (1,))
+    return elements[torch.from_numpy(offsets).to(elements.device)]

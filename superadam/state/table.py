@@ -119,7 +119,7 @@ class ParameterTable:
         is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
         self._rows["format"] = [piece.state.format for piece in self.pieces]
-        self._rows["phase"] = [piece.state.first_threshold for piece in self.pieces]
+        self._rows["first_threshold"] = [piece.state.first_threshold for piece in self.pieces]
         self._is_double = np.array([piece.is_double for piece in self.pieces], bool)
         self._are_alike = len({*self._is_double.tolist()}) == 1
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
@@ -223,7 +223,7 @@ class ParameterTable:
         return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))
 
     def knowledge(self) -> Callable[[ParameterTable], None]:
-        """Return what tells the table after this one who has written last to parameters and masters that both have."""
+        """Return what hands on to the next table which parameters and masters of both others have written to."""
         fingerprints, rows, known_masters = self.fingerprints, self.all_rows, self._known_masters
         parameters, masters = self.parameters, [state.master for state in self.states]
         addresses = self._places[ARRAYS.index("master") :: len(ARRAYS), ADDRESS].tolist()
@@ -287,7 +287,7 @@ class ParameterTable:
         return tuple(piece.elements_of(tensor) for tensor in tensors if tensor is not None)
 
     def remember_master(self, state: ParameterState) -> None:
-        """Take a working copy for its rounded master, until the master is written to."""
+        """Note the master's version: while it stays, a working copy that differs was written to by others."""
         self._known_masters[state.row] = state.master_version, 0
 
     def is_master_edited(self, state: ParameterState) -> bool:
@@ -366,7 +366,7 @@ class ParameterTable:
         segments["gradient_dtype"] = [DTYPES[record.gradient.dtype] for record in pending]
         has_planes = self._rows["format"][rows] & Format.MASTER_24BIT != 0
         segments["format"] = np.where(has_planes, Format.LISTED_24BIT, Format.PLAIN)
-        segments["phase"], segments["length"] = self._rows["phase"][rows], records["count"]
+        segments["first_threshold"], segments["length"] = self._rows["first_threshold"][rows], records["count"]
         for name in ("gradient", *TENSORS, "index"):
             segments[name] = records[name]
         numbers_by_shadow: dict[Shadow, list[int]] = {}

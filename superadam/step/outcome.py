@@ -32,7 +32,7 @@ class StepOutcome:
     Attributes:
         kind: committed, clipped or skipped.
         grad_norm: global 2-norm of all (unscaled) gradients before clipping, summed in fp64; Inf or NaN when skipped.
-            Without a limit, it is that of products that were recorded on gradients before they were rounded.
+            Where others multiplied gradients and there is no limit, it is that of the products before they are rounded.
         clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, an fp32 value of at
             most 1 (as in `torch.nn.utils.clip_grad_norm_`), times the factor by which others multiplied all gradients,
             where the optimizer knows it because it had taken them, on one rank.

@@ -161,11 +161,11 @@ class Transaction:
 
     def _compute(self, pending: Mapping[Piece, Pending], num_threads: int | None, norm: GradientNorm | None) -> None:
         """Sum gradients, or take the `norm` of those without a slot, and compute new values for the others."""
-        apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
+        apart = [piece for piece, new in pending.items() if piece.phase is Phase.ACCEPTED and _cannot_fuse(piece, new)]
         self._commit(apart, num_threads)
         waiting = [piece for piece, record in pending.items() if record.slot is None]
-        alone = [s for s, record in pending.items() if record.slot and s.phase is Phase.CLEAN]
-        fused = [s for s, record in pending.items() if record.slot and s.phase is Phase.ACCEPTED]
+        alone = [piece for piece, record in pending.items() if record.slot and piece.phase is Phase.CLEAN]
+        fused = [piece for piece, record in pending.items() if record.slot and piece.phase is Phase.ACCEPTED]
         if norm is not None:
             self.table.put_norm(self.table.rows_of(waiting), norm)
         elif waiting:
@@ -433,8 +433,8 @@ class Transaction:
         states = [contribution.piece.state for contribution in contributions]
         runs = [(contribution.hyper, 1) for contribution in contributions]
         self._make_ready(states, self.table.rows_of(states), runs)
-        resident = [one for one in contributions if one.is_resident] if self.table.resident is not None else []
-        here = [one for one in contributions if not one.is_resident] if resident else contributions
+        resident = [each for each in contributions if each.is_resident] if self.table.resident is not None else []
+        here = [each for each in contributions if not each.is_resident] if resident else contributions
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
             pieces = [contribution.piece for contribution in resident]
@@ -603,7 +603,7 @@ class Transaction:
         return True
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _timed(self, counter: str) -> Iterator[None]:
         """Hold the lock, measure the time, and defer signals, so that the work inside is done completely.
 
         Scalars are computed in the floating-point mode that kernels have.
@@ -611,15 +611,15 @@ class Transaction:
         with deferred_signals(), self.lock, native.usual_float_mode():
             begin = time.perf_counter()
             try:
-                with record_function(f"superadam: {phase.partition('_')[0]}") if is_profiling() else _NOTHING:
+                with record_function(f"superadam: {counter.partition('_')[0]}") if is_profiling() else _NOTHING:
                     yield
             finally:
-                self._spent(phase, begin)
+                self._spent(counter, begin)
 
-    def _spent(self, phase: str, begin: float) -> float:
-        """Add the time since `begin` to a phase; return the present one."""
+    def _spent(self, counter: str, begin: float) -> float:
+        """Add the time since `begin` to one of the statistics; return the present time."""
         now = time.perf_counter()
-        setattr(self.statistics, phase, getattr(self.statistics, phase) + now - begin)
+        setattr(self.statistics, counter, getattr(self.statistics, counter) + now - begin)
         return now
 
 

@@ -43,7 +43,7 @@ from superadam.testing import stand_in
 _MAKERS = {
     f"aten::{name}" for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 }
-"""Of these, programs say where to make what."""
+"""Their results lie on the host where a program says where to make them."""
 
 _AT_ONCE = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 """Of operations whose results depend on values, or that are not to run twice."""

@@ -128,7 +128,7 @@ def scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: D
     where = device.device
     spaced = torch.zeros(12, device=where)[::3]
     data = spaced, torch.zeros(4, device=where)[::2], torch.zeros(2, 3, device=where).t(), spaced[:0]
-    parameters = [nn.Parameter(one) for one in data]
+    parameters = [nn.Parameter(values) for values in data]
     versions = [version_of(parameter) for parameter in parameters]
     numbers = torch.arange(6.0, device=where)
     sources = [numbers[:4], numbers[4:], numbers.view(2, 3).t(), numbers[:0]]
@@ -258,7 +258,7 @@ def _model(dtype: torch.dtype) -> nn.Sequential:
 def _bits(optimizer: torch.optim.Optimizer) -> list[bytes]:
     parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
     states = optimizer.state_dict()["state"].values()
-    state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
+    state = [value for entry in states for value in entry.values() if isinstance(value, Tensor)]
     flat = [tensor.cpu().reshape(-1).contiguous() for tensor in (*parameters, *state)]
     return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
 

@@ -121,7 +121,7 @@ class SimulatedDevice(CudaDevice):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         for slab in self.pinned._slabs:  # what is free holds NaN, as if another program of the host had used it
-            returned = [(one.begin, one.begin + one.size) for one in slab._returned]
+            returned = [(lease.begin, lease.begin + lease.size) for lease in slab._returned]
             for begin, end in (*slab._gaps.ranges, *returned):
                 ctypes.memset(slab._address + begin, 0xFF, end - begin)
         tensor = super().host_empty(numel, dtype)

@@ -25,10 +25,10 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
             tensor = getattr(step, name)
             segment[name] = 0 if tensor is None else tensor.data_ptr()
         segment["gradient_dtype"] = DTYPES[step.gradient.dtype]
-        segment["format"], segment["phase"] = step.format, step.phase
+        segment["format"], segment["first_threshold"] = step.format, step.first_threshold
         segment["out"], segment["out_dtype"] = step.parameter.data_ptr(), DTYPES[step.parameter.dtype]
         segment["coefficients"] = step.coefficients
-    native.run(Pass.UPDATE, segments, np.array([one.row() for one in sets], native.COEFFICIENTS))
+    native.run(Pass.UPDATE, segments, np.array([coefficients.row() for coefficients in sets], native.COEFFICIENTS))
 
 
 def take_norm(gradients: Sequence[Tensor], norm: ChunkSums) -> None:

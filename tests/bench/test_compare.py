@@ -13,19 +13,11 @@ import compare
 import pytest
 import step_cost
 import torch
-from measures import contests, overlap, peers
+from measures import contests, peers
 
-from superadam.devices import PlainDevice
 from superadam.kernels import native
 
 NUMEL = 3 * native.CHUNK
-
-
-@pytest.fixture
-def two_layers(monkeypatch):
-    """Let the model of iterations be a quarter as deep, and see one sequence."""
-    monkeypatch.setattr(overlap, "LAYERS", 2)
-    monkeypatch.setattr(overlap, "SEQUENCES", 1)
 
 
 @pytest.fixture
@@ -139,30 +131,8 @@ def test_steps_are_measured_at_every_size():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("two_layers")
-def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch):
-    models, build = [], overlap._loop
-
-    def kept():
-        models.append((made := build())[0])
-        return made
-
-    monkeypatch.setattr(overlap, "_loop", kept)
-    monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: 0)
-    before = torch.get_num_threads(), native.get_num_threads()
-    row = overlap.measure(1, 1)
-    assert (torch.get_num_threads(), native.get_num_threads()) == before
-    assert row.buckets == row.hook_seconds == 0  # all is left to step()
-    assert (row.tokens, row.threads, row.comparison.pairs) == (overlap.SEQ, 1, 1)
-    ours, theirs = (dict(model.named_parameters()) for model in models)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_layers")
 def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: 1)
     tiny = {"SMALL": (64, 100), "MANY": (5, 7), "SMALL_MODELS": ((1, 1 << 16),), "FEW": ((1, 100),), "REST": 0.0}
     for name, value in tiny.items():
         monkeypatch.setattr(contests, name, value)
@@ -176,19 +146,15 @@ def test_the_whole_run_prints_one_table_and_writes_json(monkeypatch, capsys, tmp
     assert printed.count("ratio  ") == 1  # one header: one table
     assert all(word in printed for word in ["5 x 1000, torch fused", contests.FLOOR, native.active_isa()])
     read = json.loads(target.read_text())
-    assert set(read) == {"environment", "packages", "openmp", "left_out", "contests", "overlap"}
+    assert set(read) == {"environment", "packages", "openmp", "left_out", "contests"}
     assert read["packages"] == {"torch": torch.__version__}
-    (overlapped,) = read["overlap"]
-    assert overlapped["buckets"] > 1
-    assert overlapped["hook_seconds"] > 0
-    assert 0.0 <= overlapped["hidden_share"] <= 1.0
     compared = [row for row in read["contests"] if (row["task"], row["against"]) == ("cast", "torch foreach")]
     shapes = [(row["tensors"], row["numel"]) for row in compared]
     assert shapes == [(1, 64), (1, 100), (5, 1000), (7, 1000), (1, 1 << 16)]
     assert {row["task"] for row in read["contests"]} == {"cast", "clip", "step"}
     monkeypatch.setattr(step_cost, "PAGE", tmp_path / "page.md")
     _page_of(target, tmp_path)
-    for row in read["contests"] + read["overlap"]:
+    for row in read["contests"]:
         assert row["pairs"] == 2
         assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
         assert row["seconds"]["median"] > 0
@@ -215,13 +181,3 @@ def test_the_page_shows_what_its_result_holds():
     costs = step_cost.StepCosts(step_cost.PAGE.parent / link)
     assert step_cost.FIGURES.search(page)[0] == step_cost.page(costs, "step_cost.svg", link)
     assert costs.sha256 in step_cost.PAGE.with_suffix(".svg").read_text()
-
-
-@pytest.mark.usefixtures("two_layers")
-def test_a_part_can_be_asked_for(tmp_path, capsys):
-    target = tmp_path / "bench.json"
-    one = ["--pairs", "2", "--threads", "1", "--json", str(target)]
-    assert compare.main(["overlap", *one]) == 0
-    read = json.loads(target.read_text())
-    assert (read["contests"], len(read["overlap"])) == ([], 1)
-    assert "torch fused" not in capsys.readouterr().out

@@ -143,9 +143,9 @@ def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for():
     assert result.typical_seconds == (3 * 11.0 + 5 * 14.0) / 8
     assert result.hidden_share == pytest.approx(1.0 - (result.typical_seconds - 10.0) / 16.0)
     assert (result.accepted, result.redone) == (4 / 16, 8 / 16)  # of two tensors in each of eight steps
-    side.seconds[False], side.python = [], []
+    side.seconds[False] = []
     result = pacing._result(side, clock, adam=16.0, counts_clipped=True)
-    assert (result.typical_seconds, result.seconds, result.python_seconds) == (14.0, None, None)
+    assert (result.typical_seconds, result.seconds) == (14.0, None)
 
 
 def test_steps_after_backward_hide_nothing():

@@ -538,7 +538,7 @@ def test_no_memory_for_the_copies_is_one_sentence(kind, lack, tmp_path, monkeypa
             context.setattr(checkpoint_tensors, "_block", None)
             context.setattr(checkpoint_tensors.mmap, "mmap", Mock(side_effect=OSError(12, "Cannot allocate memory")))
         else:
-            context.setattr(checkpoint_tensors, "copy_beside", Mock(side_effect=of_torch))
+            context.setattr(checkpoint_tensors, "copy_on_kernel_threads", Mock(side_effect=of_torch))
         with pytest.raises(CheckpointError) as error:
             save(folder, *pair, wait=False)
         words = "of which 0.00 GB are left" if lack == "the machine's" else "which the system does not give"

@@ -133,7 +133,7 @@ def test_listed_elements_are_patched_with_another_factor(dtype, form):
             row["places"], row["begin"] = places[n].ctypes.data, (1 << 31) - (1 << 16)
             row["length"], row["gradient_dtype"], row["out_dtype"] = listing.count, Dtype.BFLOAT16, dtype
             row["format"] = Format.LISTED_24BIT if Format.MASTER_24BIT in form else Format.PLAIN
-            row["phase"] = listing.segment.phase
+            row["first_threshold"] = listing.segment.first_threshold
         native.run(Pass.SPECULATE, table, coefficient_table([exact]), isa=isa, threads=3)
         for n, listing in enumerate(listings):
             assert differing(published[n], references[n]) == 0, isa

@@ -41,7 +41,7 @@ def has_memory_in_use(device: Device) -> bool:
 def resident(scheduler: OffloadScheduler) -> int:
     """Return how many parameters have their state on the device."""
     assert isinstance(scheduler._resident, ResidentStates)
-    return len(scheduler._resident._held)
+    return len(scheduler._resident._arrays)
 
 
 def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: Device) -> None:

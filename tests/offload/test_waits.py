@@ -81,7 +81,7 @@ NOTICED_BY = {
     ),
     "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": "tests/devices/test_cuda.py",
     "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": "tests/devices/test_cuda.py",
-    "devices.cuda CudaDevice.update: self._keep((one.gradient for one in steps), Stream.CURRENT)": (
+    "devices.cuda CudaDevice.update: self._keep((step.gradient for step in steps), Stream.CURRENT)": (
         "tests/devices/test_cuda.py"
     ),
     "devices.pinned _settle: event.synchronize()": "tests/devices/test_pinned.py",

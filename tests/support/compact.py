@@ -1,7 +1,7 @@
 """Numpy reference of the formats in which state takes fewer bits; the kernels have to match its bits (`cpu/compact.h`).
 
 Arrays are flat. A *turn* is that of a step (`Coefficients.turn`); positions count elements from the beginning of a
-parameter, modulo 64, and `phase` is that of a segment's first.
+parameter, modulo 64, and `first` is that of the first element of a segment.
 """
 
 from typing import Any
@@ -35,14 +35,14 @@ def bits_of(values: Array) -> npt.NDArray[np.uint64]:
     return np.asarray(values, np.float32).view(np.uint32).astype(np.uint64)
 
 
-def encode_bfloat16(values: Array, turn: int, phase: int = 0) -> Array:
+def encode_bfloat16(values: Array, turn: int, first: int = 0) -> Array:
     """Return float32 as bf16 bit patterns (uint16), rounded by thresholds; NaN stays NaN."""
     bits = bits_of(values)
-    rounded = bits + thresholds(np.arange(len(bits)) + phase, turn, 16) >> np.uint64(16)
+    rounded = bits + thresholds(np.arange(len(bits)) + first, turn, 16) >> np.uint64(16)
     return np.where(np.isnan(values), bits >> np.uint64(16) | np.uint64(0x40), rounded).astype(np.uint16)
 
 
-def encode_codes(values: Array, turn: int, mantissa: int, *, has_sign: bool, phase: int = 0) -> tuple[Array, Array]:
+def encode_codes(values: Array, turn: int, mantissa: int, *, has_sign: bool, first: int = 0) -> tuple[Array, Array]:
     """Return float32 as 8-bit codes, and the exponent of each block of 64; a block with Inf or NaN becomes all NaN.
 
     A code is a float's exponent and `mantissa` bits of fraction, counted down from the largest that there can be with
@@ -53,7 +53,7 @@ def encode_codes(values: Array, turn: int, mantissa: int, *, has_sign: bool, pha
     if not has_sign:
         magnitudes[bits > np.uint64(0x80000000)] = 0x7FC00000
     cut = 23 - mantissa
-    rounded = (magnitudes + thresholds(np.arange(len(bits)) + phase, turn, cut) >> np.uint64(cut)).astype(np.int64)
+    rounded = (magnitudes + thresholds(np.arange(len(bits)) + first, turn, cut) >> np.uint64(cut)).astype(np.int64)
     blocks = rounded.reshape(-1, BLOCK)
     exponents = np.minimum(blocks.max(axis=1) >> mantissa, 255)
     codes = np.maximum(blocks - _base(exponents, mantissa, has_sign), 0 if has_sign else 1)
@@ -92,7 +92,7 @@ def rounded_24bit(values: Array, turn: int, positions: Array | None = None) -> A
     return (moved_24bit(values, turn, positions).view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32)
 
 
-def encode(values: State, turn: int, form: Format, phase: int = 0) -> State:
+def encode(values: State, turn: int, form: Format, first: int = 0) -> State:
     """Return a segment's arrays that store these float32 values: master, moments, perhaps a `max_exp_avg_sq`."""
     stored = dict(values)
     for name in MOMENTS:
@@ -100,12 +100,12 @@ def encode(values: State, turn: int, form: Format, phase: int = 0) -> State:
             continue
         if Format.MOMENTS_BFLOAT16 in form:
             is_max = name == "max_exp_avg_sq"
-            stored[name] = narrow_bfloat16(values[name]) if is_max else encode_bfloat16(values[name], turn, phase)
+            stored[name] = narrow_bfloat16(values[name]) if is_max else encode_bfloat16(values[name], turn, first)
         elif Format.MOMENTS_8BIT in form:
-            codes = encode_codes(values[name], turn, MANTISSA[name], has_sign=name == "exp_avg", phase=phase)
+            codes = encode_codes(values[name], turn, MANTISSA[name], has_sign=name == "exp_avg", first=first)
             stored[name], stored[f"{name}_exponents"] = codes
     if Format.MASTER_24BIT in form:
-        positions = np.arange(len(values["master"])) + phase
+        positions = np.arange(len(values["master"])) + first
         bits = rounded_24bit(values["master"], turn, positions).view(np.uint32)
         stored["master"], stored["master_low"] = (bits >> 16).astype(np.uint16), (bits >> 8).astype(np.uint8)
     return stored

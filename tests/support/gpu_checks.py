@@ -32,11 +32,11 @@ def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
     }
 
 
-def resident_step(arrays: dict[str, Placed], coefficients: int, phase: int = 0) -> ResidentStep:
+def resident_step(arrays: dict[str, Placed], coefficients: int, first_threshold: int = 0) -> ResidentStep:
     tensors: dict[str, Any] = {name: array.tensor for name, array in arrays.items()}
     tensors = {"gradient": tensors["gradient"], "parameter": tensors["out"], **dict.fromkeys(ARRAYS), **tensors}
     del tensors["out"]
-    return ResidentStep(**tensors, coefficients=coefficients, phase=phase)
+    return ResidentStep(**tensors, coefficients=coefficients, first_threshold=first_threshold)
 
 
 def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
@@ -44,7 +44,7 @@ def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
     arrays = [placed(segment, starts) for segment in job.segments]
     with np.errstate(all="ignore"):
         pairs = zip(job.segments, arrays, strict=True)
-        steps = [resident_step(each, segment.coefficients, segment.phase) for segment, each in pairs]
+        steps = [resident_step(each, segment.coefficients, segment.first_threshold) for segment, each in pairs]
         gpu.update(steps, job.sets)
     replace(job, which=Pass.UPDATE).run(native.active_isa())
     for segment, each in zip(job.segments, arrays, strict=True):

@@ -117,7 +117,7 @@ class Segment:
     accepted_coefficients: int = 0
     uncertain: int = 0
     format: Format = Format.PLAIN
-    phase: int = 0
+    first_threshold: int = 0
 
     def row(self) -> tuple[int, ...]:
         return tuple(
@@ -154,7 +154,7 @@ class Segment:
         vmax = state.get("max_exp_avg_sq", state["exp_avg_sq"])
         stepped = formula.adam_formula(k, g, state["exp_avg"], state["exp_avg_sq"], vmax, state["master"])
         kept = len(STATE) if Flag.AMSGRAD in k.flags else len(STATE) - 1
-        return compact.encode(dict(zip(STATE[:kept], stepped, strict=False)), k.turn, self.format, self.phase)
+        return compact.encode(dict(zip(STATE[:kept], stepped, strict=False)), k.turn, self.format, self.first_threshold)
 
     def check(self, expected: Mapping[str, Array], where: str = "") -> None:
         """Assert that the arrays hold `expected`, and that not one other byte has changed."""
@@ -261,8 +261,8 @@ def make_segment(
     if norm:  # double and int64 entries, which C aligns
         arrays["sums"] = Placed(np.full(native.chunk_count(length), -1.0))
         arrays["nonfinite"] = Placed(np.full(native.chunk_count(length), -1, np.int64))
-    phase = int(rng.integers(64)) if form and rng.integers(2) else 0
-    return Segment(gradient_dtype, out_dtype, length, arrays, format=form, phase=phase)
+    first = int(rng.integers(64)) if form and rng.integers(2) else 0
+    return Segment(gradient_dtype, out_dtype, length, arrays, format=form, first_threshold=first)
 
 
 @st.composite

@@ -86,7 +86,7 @@ class Listing:
         wide = widen(now["gradient"], self.segment.gradient_dtype)
         state = now["exp_avg"], now["exp_avg_sq"], vmax, now["master"]
         k = self.job.sets[0]
-        positions = np.arange(self.segment.length) + self.segment.phase
+        positions = np.arange(self.segment.length) + self.segment.first_threshold
         is_cut = Format.MASTER_24BIT in self.segment.format
         moved = partial(compact.moved_24bit, turn=k.turn, positions=positions) if is_cut else None
         certain = formula.is_certain(k, self.segment.out_dtype, wide, *state, moved=moved)

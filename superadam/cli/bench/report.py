@@ -51,7 +51,9 @@ class Environment:
 
     def in_words(self) -> str:
         """Return a line that goes before a table."""
-        return f"superadam {self.superadam}, torch {self.torch} ({self.torch_capability}), {self.processor}"
+        return (
+            f"superadam {self.superadam} ({self.isa}), torch {self.torch} ({self.torch_capability}), {self.processor}"
+        )
 
 
 def processor_name(host: Host) -> str | None:

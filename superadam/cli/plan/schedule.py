@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from superadam.offload.placement import FREE_SHARE, LEAST_GAIN, Placement, last_pieces
+from superadam.offload.placement import FREE_SHARE, LEAST_DELAY, Placement, last_pieces
 from superadam.plan.events import Bucket, Rates, Step, Work, simulate
 from superadam.state.parameter import piece_length
 
@@ -83,7 +83,7 @@ def placed(
     step = simulate(rates, work)
     for _ in range(ROUNDS):
         late = step.waited
-        if late <= LEAST_GAIN * (work.backward + late):
+        if late <= LEAST_DELAY * (work.backward + late):
             break
         more = math.ceil(late / (rates.passes.fused * placement.bucket_numel))
         wanted = min(placement.gpu_buckets + more, most)
