@@ -53,3 +53,12 @@ def test_a_taken_gradient_that_does_not_fit_is_refused(received: Callable[[Tenso
     table = ParameterTable([ParameterState(state.parameter, 0, "p")], Received(received))
     with pytest.raises(ValueError, match=r"the gradient of p has shape \(3,\), expected .*\(4,\)"):
         gather(table, [(USUAL, 1)])
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_kernels_read_gradients_of_the_host_alone_where_they_lie(is_on_host: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    table = ParameterTable([ParameterState(parameter, 0, "p", is_on_host=is_on_host)], NewValues())
+    addresses = gather(table, [(USUAL, 1)]).addresses
+    assert (None if addresses is None else [*addresses]) == ([parameter.grad.data_ptr()] if is_on_host else None)
