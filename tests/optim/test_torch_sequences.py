@@ -159,8 +159,8 @@ def gradients(pair: Pair, seed: int) -> None:
         gradient = noise(p.shape, pair.dtype, 100 * seed + place)
         if seed % 8 == 7 and place == 0:
             gradient.view(-1)[seed % 64] = float("inf")
-        if seed % 5 != 4 or place != seed % 3:
-            p.grad, own.grad = gradient.clone(), gradient.clone()
+        is_given = seed % 5 < 3 or place != seed % 3
+        p.grad, own.grad = (gradient.clone(), gradient.clone()) if is_given else (None, None)
 
 
 @action
@@ -554,6 +554,7 @@ ITERATIONS = 4 * ["train"] + 2 * ["gradients", "speculate", "step"]
     ),
 )
 @example(torch.bfloat16, [("train", 1), ("train", 5), ("change_hyperparameters", 5), ("train", 1)])  # to amsgrad
+@example(torch.bfloat16, [("train", 12), ("train", 36)])  # twice without a gradient of the first parameter
 def test_any_sequence_has_the_bits_of_torch(dtype: torch.dtype, program: list[tuple[str, int]]) -> None:
     pair = Pair(dtype)
     for name, seed in program:
