@@ -408,6 +408,24 @@ def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run)
             one.fill_(math.nan)
 
 
+@between()
+def gradients_read_and_addressed_in_a_transform(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    """Of torch.func, whose tensors do not outlive it."""
+    read: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        for gradient in gradients(model):
+            read.append((gradient.tolist(), copy.deepcopy(gradient).shape))
+            pickle.dumps(gradient)
+        model.blocks[0].weight.grad.data_ptr()
+        model.last.weight.grad.untyped_storage()
+        return x.sum()
+
+    for transform in (torch.func.grad, torch.func.functionalize, torch.vmap):
+        transform(look)(torch.ones(2, 2))
+    return read
+
+
 @between(speculates=False)
 def addresses_of_gradients_read(model: Any, optimizer: Any, step: int, run: Run) -> bool:
     return all(gradient.data_ptr() for gradient in gradients(model))
