@@ -1403,6 +1403,19 @@ def rolled_back_and_speculated_again_by_hand(model: Any, optimizer: Any, step: i
     optimizer.speculate()
 
 
+@between(torch=False, speculates=False)
+def optimizer_used_in_a_transform(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Of torch.func, first where there is no state."""
+
+    def use(x: Tensor) -> Tensor:
+        optimizer.step()
+        copy.deepcopy(optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return x.sum()
+
+    (torch.func.functionalize if step % 2 else torch.func.grad)(use)(torch.ones(2))
+
+
 # ---- after a step, before its state follows --------------------------------------------------------------------------
 
 
