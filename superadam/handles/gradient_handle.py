@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.dlpack
@@ -45,12 +45,15 @@ from superadam.kernels.torch_private import (
 
 aten = torch.ops.aten
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
-def _ordinarily(function: Callable[..., Any]) -> Any:
+
+def _ordinarily(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Let a function make ordinary tensors when it is called within a transform of torch.func, which they outlive."""
 
     @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with torch_private.without_transforms():
             return function(*args, **kwargs)
 
