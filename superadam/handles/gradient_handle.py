@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.dlpack
@@ -44,6 +44,20 @@ from superadam.kernels.torch_private import (
 )
 
 aten = torch.ops.aten
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _ordinarily(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let a function make ordinary tensors when it is called within a transform of torch.func, which they outlive."""
+
+    @functools.wraps(function)
+    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with torch_private.without_transforms():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 class GradientHandle(torch.Tensor):
@@ -119,19 +133,25 @@ class GradientHandle(torch.Tensor):
         """As in torch. Does not give back while a compiler traces, which must not see `.grad` change."""
         return super().untyped_storage() if is_tracing() else _memory(self).untyped_storage()
 
+    @_ordinarily
     def __copy__(self) -> Tensor:
-        return _memory(self).detach().requires_grad_(self.requires_grad)
+        copy = _memory(self).detach()
+        return copy.requires_grad_() if self.requires_grad else copy
 
+    @_ordinarily
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if self.grad_fn is not None:  # as in torch, which refuses it
             return Tensor.as_subclass(self, Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
-        return _value(self).detach().clone().requires_grad_(self.requires_grad)
+        copy = _value(self).detach().clone()
+        return copy.requires_grad_() if self.requires_grad else copy  # transforms refuse any call of requires_grad_()
 
+    @_ordinarily
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.__copy__() if self.taken.given is not None else _value(self).detach().clone()
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+@_ordinarily
 def _value(tensor: Tensor) -> Tensor:
     """Return the values of a handle, not to be written to, or any other tensor."""
     if not isinstance(tensor, GradientHandle):
@@ -139,6 +159,7 @@ def _value(tensor: Tensor) -> Tensor:
     return _memory(tensor) if tensor.taken.given is not None else tensor.taken.value()
 
 
+@_ordinarily
 def _memory(handle: GradientHandle) -> Tensor:
     """Give the gradient back and return the ordinary tensor, whose memory becomes the handle's, too."""
     taken = handle.taken

@@ -68,7 +68,8 @@ may_graphs_survive_writes: Callable[[], bool] = functools.partial(
 )
 """Whether torch copies what graphs have saved before an operation writes to it; it sees no writes of kernels."""
 
-_without_transforms: Any = _find("_C._DisableFuncTorch", contextlib.nullcontext)
+without_transforms: Any = _find("_C._DisableFuncTorch", contextlib.nullcontext)
+"""Lets operations inside work on ordinary tensors within a transform of torch.func."""
 _without_modes: Any = _find("utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 
 
@@ -81,7 +82,7 @@ def ordinary_tensors() -> Iterator[None]:
     disabled for as long as its exception is held, or from then on."""
     with deferred_signals(), inference_mode(False):
         torch.set_grad_enabled(False)  # until inference_mode restores it
-        with _without_transforms(), _without_modes():
+        with without_transforms(), _without_modes():
             yield
 
 

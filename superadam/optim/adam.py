@@ -41,11 +41,13 @@ _Result = TypeVar("_Result")
 
 
 def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[Concatenate[Any, _Arguments], _Result]:
-    """Run `untracked`, and wholly before or after every other such call, whatever thread makes it."""
+    """Run `untracked`, outside transforms of torch.func, and wholly before or after every other such call, whatever
+    thread makes it."""
 
     @functools.wraps(method)
     def whole(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with self._binding.lock:  # one call into C, which no signal divides from what follows
+        # The lock is one call into C, which no signal divides from what follows.
+        with self._binding.lock, torch_private.without_transforms():
             return method(self, *args, **kwargs)
 
     return untracked(whole)
@@ -277,7 +279,7 @@ class SpeculativeCPUAdam(Optimizer):
         if closure is not None:  # not under the lock: its backward may run hooks of the scheduler in other threads
             with torch.enable_grad():
                 loss = closure()
-        with self._binding.lock:
+        with self._binding.lock, torch_private.without_transforms():  # which a closure may use
             self._make_step()
         return loss
 
@@ -532,11 +534,11 @@ class SpeculativeCPUAdam(Optimizer):
             _lighten_step(type(self))
             self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
 
+    @_whole
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
-        with self._binding.lock:
-            values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-            return {**values, "_storage": self._storage, "state": self._binding.entries(self.param_groups)}
+        values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
+        return {**values, "_storage": self._storage, "state": self._binding.entries(self.param_groups)}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

@@ -370,7 +370,7 @@ class _Dispatch(dispatch_mode()):  # type: ignore[misc]
         self._accelerator = accelerator
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if any(kind not in (Tensor, nn.Parameter) for kind in types):  # they dispatch to ordinary ones
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):  # it gives ordinary ones
             return NotImplemented
         return self._accelerator.dispatch(operation, arguments, options or {})
 

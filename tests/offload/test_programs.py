@@ -408,6 +408,24 @@ def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run)
             one.fill_(math.nan)
 
 
+@between()
+def gradients_read_and_addressed_in_a_transform(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    """Of torch.func, whose tensors do not outlive it."""
+    read: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        for gradient in gradients(model):
+            read.append((gradient.tolist(), copy.deepcopy(gradient).shape))
+            pickle.dumps(gradient)
+        model.blocks[0].weight.grad.data_ptr()
+        model.last.weight.grad.untyped_storage()
+        return x.sum()
+
+    for transform in (torch.func.grad, torch.func.functionalize, torch.vmap):
+        transform(look)(torch.ones(2, 2))
+    return read
+
+
 @between(speculates=False)
 def addresses_of_gradients_read(model: Any, optimizer: Any, step: int, run: Run) -> bool:
     return all(gradient.data_ptr() for gradient in gradients(model))
@@ -1383,6 +1401,19 @@ def committed_or_rolled_back_by_hand(model: Any, optimizer: Any, step: int, run:
 def rolled_back_and_speculated_again_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.rollback()
     optimizer.speculate()
+
+
+@between(torch=False, speculates=False)
+def optimizer_used_in_a_transform(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Of torch.func, first where there is no state."""
+
+    def use(x: Tensor) -> Tensor:
+        optimizer.step()
+        copy.deepcopy(optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return x.sum()
+
+    (torch.func.functionalize if step % 2 else torch.func.grad)(use)(torch.ones(2))
 
 
 # ---- after a step, before its state follows --------------------------------------------------------------------------
