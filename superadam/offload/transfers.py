@@ -18,6 +18,7 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout, FlatTensors
 from superadam.devices.interface import AllEvents, ChunkSums
 from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
+from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -256,12 +257,13 @@ class Transfers(NewValues):
         device = self.device
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # may raise, before any copy
-        for host, source in zip(hosts, sources, strict=True):
-            device.copy(host, source, Stream.DOWNLOAD)
-            device.record_stream(source, Stream.DOWNLOAD)
-            device.record_stream(host, Stream.DOWNLOAD)  # if the step is dropped, nothing waits for the copy
-            self._statistics.downloaded_bytes += host.nbytes
-        return hosts, device.record(Stream.DOWNLOAD)
+        with deferred_signals():  # between copy and record, Ctrl-C would free memory that is still written to
+            for host, source in zip(hosts, sources, strict=True):
+                device.copy(host, source, Stream.DOWNLOAD)
+                device.record_stream(source, Stream.DOWNLOAD)
+                device.record_stream(host, Stream.DOWNLOAD)  # if the step is dropped, nothing waits for the copy
+                self._statistics.downloaded_bytes += host.nbytes
+            return hosts, device.record(Stream.DOWNLOAD)
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]

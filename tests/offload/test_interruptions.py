@@ -24,7 +24,9 @@ from torch import Tensor
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.host import _signals
+from superadam.devices import CudaDevice
 from superadam.optim import adam as adam_module
+from superadam.optim import entry, published_state
 
 INTERRUPTIONS = 1000 if DEEP else 12
 STEPS = 40
@@ -290,6 +292,55 @@ def test_ctrl_c_at_any_line_leaves_a_whole_step_or_none(dtype: torch.dtype, phas
         possible = whole[again : again + 2]
         assert seen in (possible if looks else [[None, last] for _, last in possible]), f"at line {at} of {lines}"
     assert lines > POINTS
+
+
+@pytest.mark.slow
+def test_ctrl_c_once_a_copy_was_begun_leaves_its_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step then made of the gradients that are there has their bits."""
+    copy_of_device, at, count = CudaDevice.copy, 0, 0
+
+    def copy_until_struck(*arguments: Any) -> None:
+        nonlocal count
+        copy_of_device(*arguments)
+        count += 1
+        if count == at:
+            ctrl_c()
+
+    while at <= count:
+        at, count = at + 1, 0
+        one, plain = (Training(torch.bfloat16, how) for how in ("simulated", "plain"))
+        for training in (one, plain):
+            training.step(0)
+            training.step(1)
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(CudaDevice, "copy", copy_until_struck)
+                training.backward(4)
+        for parameter, other in zip(one.model.parameters(), plain.model.parameters(), strict=True):
+            other.grad = None if parameter.grad is None else other.grad
+        one.optimizer.step()
+        plain.optimizer.step()
+        assert one.seen() == plain.seen(), at
+        one.close()
+    assert at > 2
+
+
+@pytest.mark.slow
+def test_handler_that_looks_sees_a_whole_step_at_any_line_of_a_look() -> None:
+    """And changes nothing for the call that it interrupts."""
+    expected = made_plainly(torch.bfloat16, 1, is_patched=False)[0]
+    at, lines = 0, 1
+    while at <= lines:
+        training, seen = Training(torch.bfloat16, "simulated"), list[Any]()
+        training.step(0)
+        training.step(1)
+        training.step(4)
+        training.optimizer.zero_grad()
+        read, look = training.optimizer.state_dict, lambda seen=seen, of=training: seen.append(of.seen())
+        ran = struck(read, at, look, (published_state.__file__, entry.__file__))
+        assert [*seen, training.seen()] == [expected] * (1 + bool(at)), at
+        training.close()
+        at, lines = at + (1 if DEEP or not at else 16), ran if not at else lines
+    assert lines > 100
 
 
 @pytest.mark.slow
