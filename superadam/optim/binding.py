@@ -211,7 +211,7 @@ class Binding(GradientHolder):
                     warn_of_others(parameters, names)
             return transaction
         if self._transaction.table.is_any_held:
-            with self._transaction.lock:
+            with deferred_signals(), self._transaction.lock:
                 self.published.read_edited(self._transaction.table)
                 if looks:
                     self.published.look(self._transaction.table)
@@ -221,7 +221,7 @@ class Binding(GradientHolder):
         """Find out which state programs hold, where they were given any; changes nothing that they can see."""
         transaction = self._transaction
         if transaction is not None and transaction.table.is_exposed:
-            with transaction.lock:
+            with deferred_signals(), transaction.lock:
                 self.published.look(transaction.table)
 
     @untracked
@@ -233,18 +233,19 @@ class Binding(GradientHolder):
         """
         with self.lock:
             self._catch_up()
-            if self.has_state:
-                try:
-                    transaction = self.bound(groups, looks=False)  # programs will be given all of it
-                except (TypeError, ValueError):
-                    pass
-                else:
-                    if is_given:
-                        transaction.adopt_outside_writes()
-                self._refresh_entries()
-            if is_given and self._transaction is not None:
-                self._transaction.expose()
-            return self.published.entries
+            with deferred_signals():  # a handler may look, too
+                if self.has_state:
+                    try:
+                        transaction = self.bound(groups, looks=False)  # programs will be given all of it
+                    except (TypeError, ValueError):
+                        pass
+                    else:
+                        if is_given:
+                            transaction.adopt_outside_writes()
+                    self._refresh_entries()
+                if is_given and self._transaction is not None:
+                    self._transaction.expose()
+                return self.published.entries
 
     @untracked
     def attach(self, overlap: Overlap, groups: Groups) -> None:
@@ -252,9 +253,9 @@ class Binding(GradientHolder):
         with self.lock:
             if self.overlap is not None:
                 raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
-            self.bound(groups)
-            self._refresh_entries()
             with deferred_signals():
+                self.bound(groups)
+                self._refresh_entries()
                 self._forget_binding()
                 self.overlap = overlap
                 try:
@@ -267,8 +268,8 @@ class Binding(GradientHolder):
     @untracked
     def detach(self, groups: Groups) -> None:
         """Work without a scheduler again, which holds the lock and has nothing under way."""
-        self.entries(groups, is_given=False)
         with deferred_signals():
+            self.entries(groups, is_given=False)
             self._forget_binding()
             self.overlap = None
 
@@ -294,7 +295,10 @@ class Binding(GradientHolder):
 
     def commit(self, groups: Groups, *, with_samples: bool = False) -> None:
         """As `SpeculativeCPUAdam.commit`; `with_samples` as in `Transaction.adopt_outside_writes`."""
-        if self.has_state:
+        if not self.has_state:
+            return
+        self._catch_up()
+        with deferred_signals():
             transaction = self.bound(groups)
             transaction.commit()
             transaction.adopt_outside_writes(with_samples=with_samples)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.host import _signals
 from superadam.devices import CudaDevice
+from superadam.host import _signals
 from superadam.optim import adam as adam_module
 from superadam.optim import entry, published_state
 
