@@ -121,7 +121,7 @@ class SimulatedDevice(CudaDevice):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         for slab in self.pinned._slabs:  # what is free holds NaN, as if another program of the host had used it
-            returned = [(lease.begin, lease.begin + lease.size) for lease in slab._returned]
+            returned = [(lease.begin, lease.begin + lease.size) for lease in list(slab._returned)]  # others return more
             for begin, end in (*slab._gaps.ranges, *returned):
                 ctypes.memset(slab._address + begin, 0xFF, end - begin)
         tensor = super().host_empty(numel, dtype)
