@@ -25,6 +25,7 @@ from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 from superadam.host import forks
+from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -148,16 +149,22 @@ class OffloadScheduler(GradientHolder):
         try:
             self._needs = needs_of_run(optimizer, self._device, self.placement)
             self._device.reserve(self._needs)
-            if self.placement.num_threads:
-                self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
-                self._check_process = self._pipeline.worker.check_process
-            self._binding.attach(self, optimizer.param_groups)
+            with deferred_signals():  # Ctrl-C finds all of it, to end it
+                if self.placement.num_threads:
+                    self._pipeline = Pipeline(
+                        self._device, self._transfers, self._autotuner, self.statistics, self.trace
+                    )
+                    self._check_process = self._pipeline.worker.check_process
+                self._binding.attach(self, optimizer.param_groups)
+                # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
+                self._end = forks.finalize(self, _end, self._pipeline, owned_device)
         except BaseException:
-            self._hooks.remove()
-            _end(self._pipeline, owned_device)
+            with deferred_signals():
+                self._hooks.remove()
+                if self._binding.overlap is self:
+                    self._binding.detach(optimizer.param_groups)
+                _end(self._pipeline, owned_device)
             raise
-        # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
-        self._end = forks.finalize(self, _end, self._pipeline, owned_device)
 
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 

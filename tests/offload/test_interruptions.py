@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -322,6 +323,32 @@ def test_ctrl_c_once_a_copy_was_begun_leaves_its_memory_in_use(monkeypatch: pyte
         assert one.seen() == plain.seen(), at
         one.close()
     assert at > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["thread", "simulated"])
+def test_ctrl_c_while_a_scheduler_is_made_attaches_nothing(how: str) -> None:
+    whole, threads = made_plainly(torch.bfloat16, 0, is_patched=False)[1], {*threading.enumerate()}
+    at, lines = 0, 1
+    while at <= lines:
+        training = Training(torch.bfloat16, "plain")
+        training.step(0)
+        training.step(1)
+
+        def make(training: Training = training) -> None:
+            device = DEVICES[how](5)
+            training._schedulers.append(OffloadScheduler(training.optimizer, training.model, device=device))
+
+        ran = struck(make, at, ctrl_c)
+        training.close()
+        training._schedulers.clear()
+        assert {*threading.enumerate()} <= threads, at
+        make()
+        training.step(5)
+        assert training.seen() == whole, at
+        training.close()
+        at, lines = at + (10 if DEEP else 400), ran if not at else lines
+    assert lines > 400
 
 
 @pytest.mark.slow
