@@ -29,11 +29,11 @@ def local_of(tensor: Any) -> Tensor:
 
 def part_of(tensor: Any, like: Any) -> Tensor | None:
     """Return this rank's part of a tensor; None unless it is distributed as `like` is, or neither is."""
-    if not is_distributed(like):
-        return None if is_distributed(tensor) else tensor
-    if not is_distributed(tensor) or tensor.shape != like.shape:
+    if is_distributed(tensor) != is_distributed(like):
         return None
-    if tensor.placements != like.placements or tensor.device_mesh != like.device_mesh:
+    if is_distributed(like) and (
+        tensor.shape != like.shape or tensor.placements != like.placements or tensor.device_mesh != like.device_mesh
+    ):
         return None
     local = local_of(tensor)
     return local.wait() if hasattr(local, "wait") else local  # the result of a collective that is under way

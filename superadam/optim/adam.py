@@ -45,12 +45,12 @@ def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[
     thread makes it."""
 
     @functools.wraps(method)
-    def whole(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def whole(self: Any, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # The lock is one call into C, which no signal divides from what follows.
         with self._binding.lock, torch_private.without_transforms():
             return method(self, *args, **kwargs)
 
-    return untracked(whole)
+    return untracked(whole)  # type: ignore[return-value]  # `self` may be named, as torch's checkpoints do
 
 
 def _lighten_step(optimizer_class: Any) -> None:

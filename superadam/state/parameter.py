@@ -141,6 +141,12 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         raise TypeError(
             f"{name} is complex ({parameter.dtype}), expected a real dtype; optimize torch.view_as_real of it instead"
         )
+    local = shards.local_of(parameter)
+    if hasattr(local, "__tensor_flatten__") and not local.data_ptr():
+        raise TypeError(
+            f"{name} is a {type(local).__name__}, a wrapper around other tensors, expected one that has its values in "
+            "memory of its own; optimize it with torch.optim"
+        )
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} has layout {parameter.layout}, expected torch.strided; convert it with to_dense()")
     shards.check_placement(parameter, name)
@@ -467,8 +473,8 @@ class ParameterState(Piece):
         self.check_gradient(gradient)
         if gradient.is_cpu and not gradient.data_ptr() and gradient.numel():
             raise ValueError(
-                f"the gradient of {self.name} has no data, because its storage was freed, expected its values in "
-                "memory; recompute it"
+                f"the gradient of {self.name} has no data, because its storage was freed or it is a wrapper around "
+                "other tensors, expected its values in memory; recompute it"
             )
         if self.has_layout(gradient):
             return gradient.detach() if gradient.requires_grad else gradient

@@ -168,10 +168,12 @@ def test_step_hook_sees_the_step_that_it_follows() -> None:
 
 @EACH_PAIR
 def test_state_dict_hooks(ours: type, theirs: type) -> None:
-    def heard(cls: type) -> list[Any]:
+    """Methods are called as torch's checkpoints do, which name `self`."""
+
+    def heard(cls: Any) -> list[Any]:
         optimizer, calls = make(cls=cls), []
         train(optimizer, 1)
-        saved = optimizer.state_dict()
+        saved = cls.state_dict(self=optimizer)
         optimizer.register_state_dict_pre_hook(lambda opt: calls.append(("before saving", opt is optimizer)))
         optimizer.register_state_dict_post_hook(
             lambda opt, made: (calls.append(("after saving", sorted(made))), {**made, "more": 1})[1]
@@ -186,7 +188,7 @@ def test_state_dict_hooks(ours: type, theirs: type) -> None:
         groups = copy.deepcopy(saved["param_groups"])
         groups[0]["lr"] = 0.75
         calls.append(sorted(optimizer.state_dict()))
-        optimizer.load_state_dict(saved)
+        cls.load_state_dict(self=optimizer, state_dict=saved)
         train(optimizer, 2)
         optimizer.register_state_dict_post_hook(lambda opt, made: {"instead": len(made)})
         calls.append(optimizer.state_dict())

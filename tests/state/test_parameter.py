@@ -8,6 +8,8 @@ import torch
 from support.optimizers import EACH_DTYPE, trained
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits, train
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from superadam import SpeculativeCPUAdam
 from superadam.devices import PlainDevice
@@ -26,6 +28,7 @@ UNFIT: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), "has layout torch.sparse_coo.*to_dense"),
     "of inference mode": (lambda: torch.inference_mode()(torch.zeros)(3), "was made in inference mode.*clone"),
     "compressed": (lambda: torch.eye(3).to_sparse_csr(), "has layout torch.sparse_csr.*to_dense"),
+    "two tensors": (lambda: TwoTensor(torch.ones(3), torch.ones(3)), "is a TwoTensor, a wrapper around other tensors"),
 }
 
 
@@ -126,13 +129,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "every other row": lambda values: values.repeat_interleave(2, 0)[::2],
     "misaligned": lambda values: torch.cat([values.flatten()[:1], values.flatten()])[1:].view_as(values),
 }
-GRADIENTS = {**LAYOUTS, "negated lazily": lambda values: torch._neg_view(-values)}
-NOT_TAKEN = ("sliced", "every other row", "negated lazily")
+GRADIENTS = {**LAYOUTS, "negated lazily": lambda values: torch._neg_view(-values), "under way": AsyncCollectiveTensor}
+NOT_TAKEN = ("sliced", "every other row", "negated lazily", "under way")
 
 
 def _alone(view: Tensor) -> Tensor:
     """Return the same memory, strides and all, without the tensor that this is a view of: it can be taken."""
-    if view.is_neg():
+    if view.is_neg() or type(view) is not Tensor:
         return view
     whole = torch.empty(0, dtype=view.dtype)
     return whole.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
