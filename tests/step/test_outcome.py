@@ -1,12 +1,16 @@
 """The verdict: norm, non-finite count and clip coefficient, whatever the schedule, the split and the thread count."""
 
+import contextlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.float_modes import flushed_denormals, rounded_upward
 from support.visible import are_taken, give_gradients, parameter, parameters_of
 
 import superadam
@@ -30,6 +34,23 @@ def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> Non
 @given(norm=NORMS)
 def test_no_limit_is_exactly_one(norm: float) -> None:
     assert clip_coefficient(norm, None) == clip_coefficient(norm, math.inf) == 1.0
+
+
+@pytest.mark.parametrize("mode", [flushed_denormals, rounded_upward])
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_norms_do_not_depend_on_the_mode_of_the_thread(mode: Callable[[], Any], *, is_taken: bool) -> None:
+    """Squares of these gradients are denormal, and so is their sum."""
+    one = torch.nn.Parameter(torch.zeros(10_000, dtype=torch.float64))
+    optimizer, norms = SpeculativeCPUAdam([one]), []
+    for context in (contextlib.nullcontext, mode):
+        one.grad = torch.randn(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-161
+        if is_taken:
+            optimizer.speculate()
+        with context():
+            norm = optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        norms += [norm.item(), optimizer.last_outcome.grad_norm]
+    assert {*norms} == {norms[0]} != {0.0}
 
 
 CHUNKS = st.one_of(st.tuples(st.floats(0.0, 1e30), st.just(0)), st.tuples(st.just(math.inf), st.integers(1, 3)))
