@@ -50,11 +50,11 @@ _Result = TypeVar("_Result")
 
 
 def _ordinarily(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Let a function make ordinary tensors when it is called within a transform of torch.func, which they outlive."""
+    """Let a function make ordinary tensors within a transform of torch.func or a mode of fake ones: they outlive it."""
 
     @functools.wraps(function)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with torch_private.without_transforms():
+        with torch_private.without_transforms(), torch_private.without_fake_mode():
             return function(*args, **kwargs)
 
     return wrapped

@@ -70,6 +70,8 @@ may_graphs_survive_writes: Callable[[], bool] = functools.partial(
 
 without_transforms: Any = _find("_C._DisableFuncTorch", contextlib.nullcontext)
 """Lets operations inside work on ordinary tensors within a transform of torch.func."""
+without_fake_mode: Any = _find("_subclasses.fake_tensor.unset_fake_temporarily", contextlib.nullcontext)
+"""Lets operations inside work on ordinary tensors in a mode of fake tensors."""
 _without_modes: Any = _find("utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 
 

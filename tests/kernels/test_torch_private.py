@@ -178,6 +178,7 @@ def _() -> bool:
     "gives ordinary tensors in transforms and modes",
     "_C._DisableFuncTorch",
     "utils._python_dispatch._disable_current_modes",
+    "_subclasses.fake_tensor.unset_fake_temporarily",
 )
 def _() -> bool:
     made: list[Tensor] = []
@@ -191,6 +192,8 @@ def _() -> bool:
     torch.func.functionalize(make)(torch.ones(3))
     with FakeTensorMode():
         make(torch.ones(3))
+        with torch_private.without_fake_mode():
+            made.append(torch.zeros(3))
     return all(type(one) is Tensor and one.data_ptr() and not one.is_inference() for one in made)
 
 

@@ -35,6 +35,7 @@ from support.programs import (
 )
 from support.visible import parameters_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import clip_grad_norm_
 
 from superadam import SpeculativeCPUAdam
@@ -409,8 +410,8 @@ def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run)
 
 
 @between()
-def gradients_read_and_addressed_in_a_transform(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """Of torch.func, whose tensors do not outlive it."""
+def gradients_read_and_addressed_in_transforms_and_modes(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    """Of torch.func and of fake tensors, whose tensors do not outlive them."""
     read: list[Any] = []
 
     def look(x: Tensor) -> Tensor:
@@ -423,6 +424,10 @@ def gradients_read_and_addressed_in_a_transform(model: Any, optimizer: Any, step
 
     for transform in (torch.func.grad, torch.func.functionalize, torch.vmap):
         transform(look)(torch.ones(2, 2))
+    with FakeTensorMode() as mode:
+        read += [gradient.tolist() for gradient in gradients(model)]
+        read += [type(mode.from_tensor(gradient)) for gradient in gradients(model)[:1]]
+        model.blocks[1].weight.grad.data_ptr()
     return read
 
 

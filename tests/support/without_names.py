@@ -25,6 +25,7 @@ NEEDED_ALONE = (
     "_C._InferenceMode",
     "_C._DisableFuncTorch",
     "utils._python_dispatch._disable_current_modes",
+    "_subclasses.fake_tensor.unset_fake_temporarily",
     "utils._pytree.MappingKey",
     "_compile._disable_dynamo",
     "optim.Optimizer.profile_hook_step",
