@@ -9,6 +9,7 @@ A handle has the gradient's shape, strides, dtype and device, and no memory:
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import sys
@@ -227,7 +228,14 @@ for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rs
 for _module in (torch, torch.utils.dlpack):
     _give_back_before_dlpack(_module)
 
-ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # type: ignore[no-untyped-call]
+
+def _shared_between_processes(handle: GradientHandle) -> Any:
+    """As in torch, which refuses a tensor with a graph."""
+    has_graph = handle.grad_fn is not None
+    return reduce_tensor(Tensor.as_subclass(handle, Tensor) if has_graph else copy.copy(handle))  # type: ignore[no-untyped-call]
+
+
+ForkingPickler.register(GradientHandle, _shared_between_processes)
 
 torch_private.foreach_types.append(GradientHandle)  # as torch.distributed.tensor does for DTensor
 

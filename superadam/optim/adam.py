@@ -295,12 +295,13 @@ class SpeculativeCPUAdam(Optimizer):
     def _make_step(self) -> StepOutcome:
         verdicts = self._verdicts
         with self._binding.on_all_ranks(Question.STEP, self.param_groups):
-            transaction = self._binding.bound(self.param_groups)
             limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
-            if self._binding.is_flattened:
-                refuse_limit_of_shard(limit)
-            gradients = gather(transaction.table, runs_of(self.param_groups))
+            self._binding.catch_up()
             with deferred_signals():  # a step is made wholly or not at all
+                transaction = self._binding.bound_now(self.param_groups)
+                if self._binding.is_flattened:
+                    refuse_limit_of_shard(limit)
+                gradients = gather(transaction.table, runs_of(self.param_groups))
                 outcome, applied = transaction.step(gradients, limit)
                 verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
                 setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
@@ -389,8 +390,10 @@ class SpeculativeCPUAdam(Optimizer):
         """
         with self._binding.on_all_ranks(Question.NORM, self.param_groups):
             limit = checked_limit("max_norm", max_norm)
-            transaction = self._binding.bound(self.param_groups)
-            norm = transaction.grad_norm(gather(transaction.table, runs_of(self.param_groups)))
+            self._binding.catch_up()
+            with deferred_signals():
+                transaction = self._binding.bound_now(self.param_groups)
+                norm = transaction.grad_norm(gather(transaction.table, runs_of(self.param_groups)))
         self._verdicts.limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
@@ -454,12 +457,14 @@ class SpeculativeCPUAdam(Optimizer):
         Args:
             params: only these parameters; default all.
         """
-        transaction = self._binding.bound(self.param_groups)
-        states = transaction.table.states
-        if params is not None:
-            chosen = {id(parameter) for parameter in params}
-            states = [state for state in states if id(state.parameter) in chosen]
-        transaction.adopt_outside_writes(states)
+        chosen = None if params is None else {id(parameter) for parameter in params}
+        self._binding.catch_up()
+        with deferred_signals():
+            transaction = self._binding.bound_now(self.param_groups)
+            states = transaction.table.states
+            if chosen is not None:
+                states = [state for state in states if id(state.parameter) in chosen]
+            transaction.adopt_outside_writes(states)
 
     @_whole
     def state_dict(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Binding(GradientHolder):
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
-        self._catch_up()
+        self.catch_up()
         with deferred_signals():
             self._unbind()
             self._forget_binding()
@@ -156,7 +156,7 @@ class Binding(GradientHolder):
 
     def join(self, process_group: dist.ProcessGroup | None) -> None:
         """Make each step together with the ranks of this group from now on; gradients stay in `.grad`."""
-        self._catch_up()
+        self.catch_up()
         with deferred_signals():
             self._unbind()
             self._forget_binding()
@@ -199,19 +199,23 @@ class Binding(GradientHolder):
 
         Raises ValueError where parameters share memory, or a published entry cannot be a state.
         """
-        self._catch_up()
+        self.catch_up()
+        with deferred_signals():  # a handler may close the scheduler, and so end what is bound
+            return self.bound_now(groups, looks=looks)
+
+    def bound_now(self, groups: Groups, *, looks: bool = True) -> Transaction:
+        """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it."""
         parameters = [parameter for group in groups for parameter in group["params"]]
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
             names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
-            with deferred_signals():
-                transaction = self._bind(parameters, names)
+            transaction = self._bind(parameters, names)
             if not self._is_compared:
                 self._is_compared = True
                 if self.ranks is None and not self.is_flattened:
                     warn_of_others(parameters, names)
             return transaction
         if self._transaction.table.is_any_held:
-            with deferred_signals(), self._transaction.lock:
+            with self._transaction.lock:
                 self.published.read_edited(self._transaction.table)
                 if looks:
                     self.published.look(self._transaction.table)
@@ -232,11 +236,11 @@ class Binding(GradientHolder):
         unchanged: a step refuses it, and until then it can be corrected.
         """
         with self.lock:
-            self._catch_up()
+            self.catch_up()
             with deferred_signals():  # a handler may look, too
                 if self.has_state:
                     try:
-                        transaction = self.bound(groups, looks=False)  # programs will be given all of it
+                        transaction = self.bound_now(groups, looks=False)  # programs will be given all of it
                     except (TypeError, ValueError):
                         pass
                     else:
@@ -254,12 +258,12 @@ class Binding(GradientHolder):
             if self.overlap is not None:
                 raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
             with deferred_signals():
-                self.bound(groups)
+                self.bound_now(groups)
                 self._refresh_entries()
                 self._forget_binding()
                 self.overlap = overlap
                 try:
-                    self.bound(groups)
+                    self.bound_now(groups)
                 except BaseException:
                     self.overlap = None
                     self._forget_binding()
@@ -289,24 +293,26 @@ class Binding(GradientHolder):
         if self.overlap is not None:
             tell("the scheduler's part after a step", self.overlap._conclude, outcome, applied)
 
-    def _catch_up(self) -> None:
-        if self.overlap is not None:
-            self.overlap._catch_up()
+    def catch_up(self) -> None:
+        """Wait for the scheduler, if there is one; handlers of signals run meanwhile."""
+        overlap = self.overlap
+        if overlap is not None:
+            overlap._catch_up()
 
     def commit(self, groups: Groups, *, with_samples: bool = False) -> None:
         """As `SpeculativeCPUAdam.commit`; `with_samples` as in `Transaction.adopt_outside_writes`."""
         if not self.has_state:
             return
-        self._catch_up()
+        self.catch_up()
         with deferred_signals():
-            transaction = self.bound(groups)
+            transaction = self.bound_now(groups)
             transaction.commit()
             transaction.adopt_outside_writes(with_samples=with_samples)
             self._refresh_held_entries(transaction)
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict."""
-        self._catch_up()
+        self.catch_up()
         if self._transaction is not None:
             self._transaction.drop()
 

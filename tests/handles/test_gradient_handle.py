@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import visible
 from support.float_modes import flushed_denormals
@@ -476,6 +476,8 @@ def with_infinity(count: int) -> Tensor:
     place=st.sampled_from(PLACES),
     values=st.sampled_from([irregular, with_infinity]),
 )
+@example(["*= with a graph", "write of another process"], torch.float32, (5, 7), "here", irregular)
+@example(["mul with a graph", "write of another process"], torch.float32, (5, 7), "here", irregular)
 def test_any_sequence_is_as_on_an_ordinary_gradient(operations, dtype, shape, place, values):
     run(operations, dtype, shape, place, values)
 

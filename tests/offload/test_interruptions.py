@@ -27,7 +27,8 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import CudaDevice
 from superadam.host import _signals
 from superadam.optim import adam as adam_module
-from superadam.optim import entry, published_state
+from superadam.optim import binding, entry, published_state
+from superadam.step import gradients
 
 INTERRUPTIONS = 1000 if DEEP else 12
 STEPS = 40
@@ -185,6 +186,15 @@ def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, inter
 
 
 PACKAGE = os.path.dirname(superadam.__file__), torch.autograd.grad_mode.__file__
+
+
+@contextlib.contextmanager
+def handled(number: int, handle: Callable[[], object]) -> Iterator[None]:
+    before = signal.signal(number, lambda *_: handle())
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def ctrl_c() -> None:
@@ -368,6 +378,31 @@ def test_handler_that_looks_sees_a_whole_step_at_any_line_of_a_look() -> None:
         training.close()
         at, lines = at + (1 if DEEP or not at else 16), ran if not at else lines
     assert lines > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step", "clip_grad_norm_", "reload_masters", "state_dict", "load_state_dict"])
+def test_handler_that_closes_the_scheduler_changes_no_bit_at_any_line_of_a_call(name: str) -> None:
+    """The call that it interrupts goes on, and a step follows."""
+
+    def seen(at: int) -> tuple[dict[str, Any], int]:
+        training = Training(torch.bfloat16, "simulated")
+        training.step(0)
+        saved = copy.deepcopy(training.optimizer.state_dict())
+        training.step(1)
+        training.backward(4)
+        arguments = {"clip_grad_norm_": [0.5], "load_state_dict": [saved]}.get(name, [])
+        method, files = getattr(training.optimizer, name), (adam_module.__file__, binding.__file__, gradients.__file__)
+        with handled(signal.SIGUSR1, training.close):
+            ran = struck(lambda: method(*arguments), at, lambda: signal.raise_signal(signal.SIGUSR1), files)
+        training.optimizer.step()
+        training.close()
+        return training.seen(), ran
+
+    expected, lines = seen(0)
+    for at in range(1, 1 + lines, 1 if DEEP else 3):
+        assert seen(at)[0] == expected, at
+    assert lines > 30
 
 
 @pytest.mark.slow
