@@ -152,12 +152,14 @@ class GradientHandle(torch.Tensor):
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-@_ordinarily
 def _value(tensor: Tensor) -> Tensor:
     """Return the values of a handle, not to be written to, or any other tensor."""
-    if not isinstance(tensor, GradientHandle):
-        return tensor
-    return _memory(tensor) if tensor.taken.given is not None else tensor.taken.value()
+    return _value_of(tensor) if isinstance(tensor, GradientHandle) else tensor
+
+
+@_ordinarily
+def _value_of(handle: GradientHandle) -> Tensor:
+    return _memory(handle) if handle.taken.given is not None else handle.taken.value()
 
 
 @_ordinarily

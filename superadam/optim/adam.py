@@ -41,8 +41,7 @@ _Result = TypeVar("_Result")
 
 
 def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[Concatenate[Any, _Arguments], _Result]:
-    """Run `untracked`, outside transforms of torch.func, and wholly before or after every other such call, whatever
-    thread makes it."""
+    """Run `untracked`, outside torch.func's transforms, and wholly before or after such calls of other threads."""
 
     @functools.wraps(method)
     def whole(self: Any, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
