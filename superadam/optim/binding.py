@@ -10,6 +10,7 @@ import itertools
 import operator
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -22,6 +23,7 @@ from torch import distributed as dist
 from superadam.distributed import shards
 from superadam.distributed.agreement import Question, Ranks, ranks_of
 from superadam.distributed.replicas import warn_of_others
+from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
@@ -137,6 +139,7 @@ class Binding(GradientHolder):
         self.storage = storage
         self._transaction: Transaction | None = None
         self._knowledge: Callable[[ParameterTable], None] | None = None  # of the last table, until there is another
+        self._owners: Sequence[ParameterState] = ()  # of gradients that were taken, as long
         self._is_compared = False  # with other ranks
         self._statistics = statistics
 
@@ -319,6 +322,7 @@ class Binding(GradientHolder):
     def _forget_binding(self) -> None:
         if self._transaction is not None:
             self._knowledge = self._transaction.table.knowledge()
+            self._owners = self._transaction.table.states
             self._transaction.table.forget_all_but(())
         self._transaction = None
         if self.overlap is not None:
@@ -387,6 +391,11 @@ class Binding(GradientHolder):
             self._transaction.table.forget_all_but(states)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
+        for state in states:
+            taken = None if state.parameter.grad is None else taken_of(state.parameter.grad)
+            if taken is not None:
+                taken.owner = weakref.ref(state)
+        self._owners = ()
         self.published.let_go(table.states)
         self.published.look(table)
         if self.overlap is not None:

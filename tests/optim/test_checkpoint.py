@@ -368,6 +368,9 @@ def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> Non
         assert visible(optimizer)["gradients"] == visible(one)["gradients"]
     assert are_taken(optimizer) == [True, True]  # and none is gone
     assert visible(optimizer) == visible(twin)
+    for first, _ in map(parameters_of, (optimizer, twin)):
+        first.grad.add_(1)
+        assert type(first.grad) is torch.Tensor  # given back as it would be without the load
     for one in (optimizer, twin):
         one.step()
         trained(one, range(5, 7))
