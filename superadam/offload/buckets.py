@@ -215,8 +215,8 @@ class Bucketer:
                 "https://github.com/superadam/superadam/blob/main/docs/tuning.md",
                 EMPTY_STEPS,
             )
-        edited = self._numel_of([key for key, taken in ended.items() if taken is None])
-        self.accumulation.end_step(is_edited=edited > 0 and 2 * edited >= self._numel_of(ended))
+        edited = [key for key, taken in ended.items() if taken is None]
+        self.accumulation.end_step(is_edited=bool(edited) and 2 * self._numel_of(edited) >= self._numel_of(ended))
 
     def _numel_of(self, keys: Iterable[int]) -> int:
         return sum(self._states[key].shape.numel() for key in keys if key in self._states)

@@ -127,7 +127,7 @@ class Transaction:
 
     def expose(self) -> None:
         """Read no state any more but in calls that look at it first, because programs are given references to it."""
-        with deferred_signals(), self.lock:
+        with self.lock:
             for piece in self._members[Phase.SPECULATED]:
                 _pending_of(piece).is_stale = True
             self.table.is_held[:] = self.table.is_any_held = self.table.is_exposed = True
@@ -223,10 +223,9 @@ class Transaction:
         """Make a step with these gradients if all are finite; drop everything else that waits for a verdict.
 
         A `max_norm` of None or inf is no limit. Also returns what was done to gradients that were taken; None where
-        none was, or the step was skipped.
+        none was, or the step was skipped. Its caller defers signals, so that it is made wholly or not at all.
         """
         with (
-            deferred_signals(),
             self.lock,
             native.usual_float_mode(),
             record_function("superadam: step") if is_profiling() else _NOTHING,
