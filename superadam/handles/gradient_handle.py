@@ -13,6 +13,7 @@ import copy
 import functools
 import operator
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -474,8 +475,11 @@ def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     return _taken(tensor if type(tensor) is GradientHandle else shards.local_of(tensor))
 
 
-def references(in_python: int, tensor: Any) -> tuple[int, int, int, int]:
+def references(in_python: int, tensor: Any) -> tuple[int, int, int, int, int]:
     """Count the references to a tensor, Python's and torch's, and those to its memory.
+
+    The last number is of those that nobody counts: `_OF_ARRAYS`, as those of numpy, may have the memory, or have had
+    it; 2: other processes have it.
 
     Versions of both count differently, so compare with a tensor that is referred to as usual. The caller counts
     Python's, of an attribute or an element: while torch.compile is at work in any thread, and from an error of
@@ -483,21 +487,25 @@ def references(in_python: int, tensor: Any) -> tuple[int, int, int, int]:
     """
     storage = tensor.untyped_storage()
     of_memory = sys.getrefcount(storage), storage_use_count(storage_key(storage))
-    return in_python, tensor_use_count(tensor), *of_memory
+    uncounted = 2 if tensor.is_cpu and storage.is_shared() else 0 if storage.resizable() else _OF_ARRAYS
+    return in_python, tensor_use_count(tensor), *of_memory, uncounted
 
 
+_OF_ARRAYS = 1
 _alone = torch.empty(1, device="cpu")
 _alone.grad = torch.empty(1, device="cpu")
 _views = [torch.empty(1, device="cpu").view(1)]
 _OF_GRADIENT = references(sys.getrefcount(_alone.grad), _alone.grad)
 _OF_ELEMENT = references(sys.getrefcount(_views[0]), _views[0])
-_OF_BASE = _OF_GRADIENT if missing else references(sys.getrefcount(base_of(_views[0])), base_of(_views[0]))
+_base = _OF_GRADIENT if missing else references(sys.getrefcount(base_of(_views[0])), base_of(_views[0]))
+_OF_BASE = *_base[:4], _OF_ARRAYS
 
 
 def is_held(values: Any, key: Any, holders: int) -> bool:
     """Whether more objects than these holders and `values` refer to `values[key]`, a tensor, or any to its memory.
 
-    The tensor that it is a view of may be referred to by the view alone.
+    The tensor that it is a view of may be referred to by the view alone. Arrays do not count: state that once was
+    looked at as one would be held for ever.
     """
     if torch_private.missing:  # nothing is counted
         return True
@@ -505,7 +513,7 @@ def is_held(values: Any, key: Any, holders: int) -> bool:
         found, is_view = references(sys.getrefcount(values[key]), values[key]), base_of(values[key]) is not None
     except NotImplementedError:  # of a transform of torch.func, which has no memory to look at
         return True
-    usual = (_OF_ELEMENT[0] + holders, _OF_ELEMENT[1], _OF_GRADIENT[2], _OF_GRADIENT[3] + is_view)
+    usual = (_OF_ELEMENT[0] + holders, _OF_ELEMENT[1], _OF_GRADIENT[2], _OF_GRADIENT[3] + is_view, _OF_ARRAYS)
     of_base = references(sys.getrefcount(base_of(values[key])), base_of(values[key])) if is_view else _OF_BASE
     if not all(map(operator.le, of_base, _OF_BASE)):
         return True
@@ -513,10 +521,15 @@ def is_held(values: Any, key: Any, holders: int) -> bool:
 
 
 def is_exclusive(parameter: Any) -> bool:
-    """Return whether only `.grad` refers to the gradient and its memory, not even the caller."""
+    """Return whether only `.grad` refers to the gradient and its memory, not even the caller or weakly.
+
+    One with attributes of its own stays as well: they would be lost.
+    """
     is_strided = parameter.grad.layout is torch.strided
+    if not is_strided or parameter.grad.__dict__ or weakref.getweakrefcount(parameter.grad):
+        return False
     count = sys.getrefcount(parameter.grad)
-    return is_strided and all(map(operator.le, references(count, parameter.grad), _OF_GRADIENT))
+    return all(map(operator.le, references(count, parameter.grad), _OF_GRADIENT))
 
 
 def _is_exclusive_distributed(parameter: Any) -> bool:
@@ -525,6 +538,8 @@ def _is_exclusive_distributed(parameter: Any) -> bool:
     if not (shards.is_distributed(gradient) and torch_private.can_have_handle(gradient)):
         return False
     local: Any = shards.local_of(gradient)
+    if gradient.__dict__ or local.__dict__ or weakref.getweakrefcount(gradient) or weakref.getweakrefcount(local):
+        return False
     present = sys.getrefcount(gradient), tensor_use_count(gradient), sys.getrefcount(local), tensor_use_count(local)
     in_variable = _OF_GRADIENT[0] + 1
     return all(map(operator.le, present, (in_variable, _OF_GRADIENT[1], in_variable, 1)))  # the attribute has the part
@@ -547,9 +562,9 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
     ours = Counter(storage_key(part.untyped_storage()) for part in parts.values())
 
     def is_shared(part: Tensor) -> bool:
-        _, _, in_python, in_torch = references(0, part)
+        _, _, in_python, in_torch, uncounted = references(0, part)
         known = ours[storage_key(part.untyped_storage())] + (base_of(part) is not None)
-        return in_python > _OF_GRADIENT[2] or in_torch - known >= _OF_GRADIENT[3]
+        return bool(uncounted) or in_python > _OF_GRADIENT[2] or in_torch - known >= _OF_GRADIENT[3]
 
     return {position for position, part in parts.items() if is_shared(part)}
 
@@ -574,6 +589,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     if (
         type(local) is not Tensor
         or gradient.requires_grad
+        or gradient.grad is not None
         or (local is not gradient and (local.requires_grad or local.layout is not torch.strided))
         or local.is_neg()
         or (not local.is_contiguous() and torch_private.has_internal_overlap(local) != 0)

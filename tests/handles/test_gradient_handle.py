@@ -570,7 +570,7 @@ HOLDERS: dict[str, Callable[[Any], object]] = {
     "reference": lambda p: p.grad,
     "alias": lambda p: p.grad.detach(),
     "view": lambda p: p.grad[0],
-    "array": lambda p: p.grad.numpy(),
+    "weak reference": lambda p: weakref.ref(p.grad),
     "exchange": lambda p: torch.from_dlpack(p.grad),
     "storage": lambda p: p.grad.untyped_storage(),
     "graph": lambda p: (p * p.grad).sum(),
@@ -599,7 +599,24 @@ UNFIT: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.ones(1).expand(3).detach(),
     "negated lazily": lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
     "negated lazily, as it was loaded": lambda: through_disk(torch.tensor([1j]).conj().imag),
+    "with an attribute": lambda: _with(torch.ones(3), "label", "weight"),
+    "with a gradient": lambda: _with(torch.ones(3), "grad", torch.ones(3)),
+    "that an array has had": lambda: _array_of(torch.ones(3)),
+    "of an array": lambda: torch.from_numpy(np.ones(3, np.float32)),
+    "of another library": lambda: torch.from_dlpack(np.ones(3, np.float32)),
+    "of a file": lambda: torch.from_file(__file__, size=3),
+    "of several processes": lambda: torch.ones(3).share_memory_(),
 }
+
+
+def _with(gradient: Tensor, name: str, value: object) -> Tensor:
+    setattr(gradient, name, value)
+    return gradient
+
+
+def _array_of(gradient: Tensor) -> Tensor:
+    gradient.numpy()
+    return gradient
 
 
 @pytest.mark.parametrize("kind", UNFIT)

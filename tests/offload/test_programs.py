@@ -20,6 +20,7 @@ import pytest
 import torch
 from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch, slow_down
 from support.programs import (
+    EAGER,
     OTHERS,
     PATCHED,
     SUMS,
@@ -718,6 +719,16 @@ def model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
         second = loss_of(model, 98).item()
     model.train()
     return first, second, loss_of(model, 97).detach()
+
+
+@before_the_step(settings=[EAGER], speculates=False)
+def gradients_lie_where_a_library_reduces_them(model, optimizer, step, run):
+    buffers = [torch.zeros_like(parameter).detach() for parameter in model.parameters()]
+    for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+        parameter.grad = torch.from_dlpack(buffer)  # a storage of its own in the same memory
+    backward(model, step)
+    for buffer in buffers:
+        buffer.mul_(0.5)
 
 
 @between(settings=OTHERS, given=lambda model: model.blocks[0])
