@@ -82,7 +82,8 @@ class PublishedState:
         """Whether a program refers to a parameter's entry or to anything in it, or that cannot be told."""
         if state.parameter not in self.entries:
             return False
-        if torch_private.missing or sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1:
+        is_entry_held = sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1
+        if torch_private.missing or state.may_be_array or is_entry_held:
             return True
         values = raw(self.entries[state.parameter])
         return any(
@@ -203,6 +204,7 @@ def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: Paramet
         state.forget(key)
     elif key not in state.encodings and value.dtype == state.dtype_of(key) and state.has_layout(value):
         state.shown.pop(key, None)
+        state.may_be_array |= not value.untyped_storage().resizable()
         state.put({key: value})
     else:
         is_changed = state.store(key, value)

@@ -265,6 +265,7 @@ class ParameterState(Piece):
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam, or the first arrays of encoded ones.
         exp_avg_exponents, exp_avg_sq_exponents, master_low: the second arrays, with one dimension, of what is encoded.
+        may_be_array: whether a program has assigned memory to it that an array (numpy, DLPack) may have, uncounted.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
@@ -304,6 +305,7 @@ class ParameterState(Piece):
         self.exp_avg_exponents: Tensor | None = None
         self.exp_avg_sq_exponents: Tensor | None = None
         self.master_low: Tensor | None = None
+        self.may_be_array = False
         self.wholes: dict[str, Tensor] = {}
         self._changed: weakref.WeakMethod[Callable[[ParameterState, Collection[str]], None]] | None = None
         self.cuts: tuple[Piece, ...] = ()

@@ -203,6 +203,18 @@ def test_state_that_is_held_is_stepped_in_step_alone(hold: str, twins: Twins) ->
     assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
 
 
+def test_state_that_another_library_may_write_to_is_stepped_in_step_alone(twins: Twins) -> None:
+    """Nobody counts that it has the memory."""
+    buffers = []
+    for optimizer, model in zip(twins.optimizers, twins.models, strict=True):
+        buffers.append(optimizer.state[model[0]]["exp_avg"].clone())
+        optimizer.state[model[0]]["exp_avg"] = torch.from_dlpack(buffers[-1])
+    twins.train(1)
+    assert twins.train(3, lambda optimizer, _: buffers[twins.optimizers.index(optimizer)].mul_(0.5)) == 3
+    assert bits(buffers[0]) == bits(buffers[1])
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+
+
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_a_state_dict_that_is_kept_is_live_as_a_whole(moments: str) -> None:
     twins = Twins(moments=moments)
