@@ -316,8 +316,9 @@ class Binding(GradientHolder):
     def drop(self) -> None:
         """Drop everything that waits for a verdict."""
         self.catch_up()
-        if self._transaction is not None:
-            self._transaction.drop()
+        with deferred_signals():
+            if self._transaction is not None:
+                self._transaction.drop()
 
     def _forget_binding(self) -> None:
         if self._transaction is not None:

@@ -381,7 +381,10 @@ def test_handler_that_looks_sees_a_whole_step_at_any_line_of_a_look() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["step", "clip_grad_norm_", "reload_masters", "state_dict", "load_state_dict"])
+@pytest.mark.parametrize(
+    "name",
+    ["step", "clip_grad_norm_", "reload_masters", "state_dict", "load_state_dict", "speculate", "rollback", "commit"],
+)
 def test_handler_that_closes_the_scheduler_changes_no_bit_at_any_line_of_a_call(name: str) -> None:
     """The call that it interrupts goes on, and a step follows."""
 
