@@ -51,6 +51,7 @@ class CudaDevice(Device):
                 "SpeculativeCPUAdamW for its smaller state alone",
                 self.device,
             )
+        self.is_capturing = self._cuda.is_current_stream_capturing
         self.can_update = self._gpu.backend(self.device).backend is not gpu.Backend.TORCH
         self._host: Host = host or Host()
         self._cpus = cores.share(self._host, _pci_address(properties))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +82,9 @@ class Device(abc.ABC):
     device = torch.device("cpu")  # where torch puts tensors of the model
 
     has_link = True  # tensors are copied between the model's memory and the host's
+
+    is_capturing: Callable[[], bool] = bool
+    """Whether what is enqueued to the current stream is recorded, as for a CUDA graph: `bool()` is False."""
 
     @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:

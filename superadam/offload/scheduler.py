@@ -172,6 +172,8 @@ class OffloadScheduler(GradientHolder):
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
+        if self._device.is_capturing():  # each replay writes to its memory, and calls no hook
+            return
         with self._binding.lock:
             if self._closed:  # meanwhile, by another thread
                 return

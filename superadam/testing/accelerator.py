@@ -178,6 +178,9 @@ class SimulatedAccelerator:
         finally:
             self.set_stream(before)
 
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
     def get_device_properties(self, device: object) -> SimpleNamespace:
         return SimpleNamespace()
 

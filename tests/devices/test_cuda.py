@@ -21,6 +21,7 @@ from support.overlap import layout_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import CudaDevice, PlainDevice, Stream
 from superadam.devices.pinned import CudaRegistrar, PinningError, Slab
 from superadam.gpu import reaches, scatter_values
@@ -348,6 +349,28 @@ def test_waiting_sleeps_until_the_device_is_there(gpu):
     arrived.synchronize()
     assert (host == 2).all()
     device.close()
+
+
+@on_each_gpu
+def test_a_captured_backward_is_replayed_under_a_scheduler(gpu):
+    def trained(*, overlaps: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64).to(gpu, torch.bfloat16)
+        optimizer, x = SpeculativeCPUAdamW(model.parameters(), lr=1e-2), torch.ones_like(model.weight)
+        with OffloadScheduler(optimizer, model) if overlaps else nullcontext(), torch.cuda.device(gpu):
+            graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.stream(side):  # loads what must not be loaded while a graph is captured
+                model(x).float().square().sum().backward()
+                optimizer.zero_grad()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                model(x).float().square().sum().backward()
+            for _ in range(3):
+                graph.replay()
+                optimizer.step()
+        return model.weight.detach().cpu()
+
+    assert torch.equal(trained(overlaps=True), trained(overlaps=False))
 
 
 @on_each_gpu

@@ -190,6 +190,19 @@ def assert_nothing_is_attached(model: nn.Module, optimizer: SpeculativeCPUAdam) 
         assert everything(model, optimizer) == everything(twin, plain)
 
 
+def test_gradients_of_a_backward_that_is_captured_stay_in_grad() -> None:
+    """A replay of the graph writes to their memory, and calls no hook."""
+    model, twin = mlp(), mlp()
+    optimizer, plain = adam(model), adam(twin)
+    device = SimulatedDevice(0)
+    device.is_capturing = lambda: True
+    with eager(optimizer, model, device=device) as scheduler:
+        train(model, optimizer, range(2))
+        assert scheduler.statistics.buckets == 0
+    train(twin, plain, range(2))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
 @pytest.mark.parametrize("make_device", [ThreadDevice, lambda: SimulatedDevice(0)], ids=["host", "link"])
 @pytest.mark.parametrize(
     ("owner", "method", "num_threads"),

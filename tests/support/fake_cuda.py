@@ -55,6 +55,9 @@ class FakeCuda:
     def set_device(self, device: object) -> None:
         self.log.append(("set_device", device, threading.current_thread().name))
 
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
     def get_device_properties(self, device: object) -> SimpleNamespace:
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
 
@@ -130,7 +133,7 @@ def _checked(real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
 def fake_cuda() -> Iterator[FakeCuda]:
     """Put a `FakeCuda` in the place of torch.cuda; its kernels are plain torch."""
     cuda = FakeCuda()
-    same = ("current_stream", "stream", "device", "set_device", "get_device_properties")
+    same = ("current_stream", "stream", "device", "set_device", "get_device_properties", "is_current_stream_capturing")
     fakes = {name: getattr(cuda, name) for name in same}
     fakes |= {"Stream": cuda.new_stream, "Event": partial(FakeEvent, cuda)}
     with pytest.MonkeyPatch.context() as patch, asked_for("torch"):
