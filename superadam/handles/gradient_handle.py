@@ -13,6 +13,7 @@ import copy
 import functools
 import operator
 import sys
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -363,7 +364,7 @@ def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
     if not every or not _is_scalar_for(every, value) or _are_all_given_back(every):
         return NotImplemented
     kept = value.clone() if isinstance(value, Tensor) else value  # its holder may change it
-    _record(Factor(kind, kept, is_list), operation, tensors, value)
+    _record(Factor(kind, kept, is_list), operation, target, value)
     return None if is_list else target
 
 
@@ -384,24 +385,24 @@ def _are_all_given_back(every: list[TakenGradient]) -> bool:
     return needs_present_mode(every) and not any(taken.is_unrounded for taken in every)
 
 
-def _record(factor: Factor, operation: Any, tensors: list[Tensor], *arguments: Any) -> None:
+def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> None:
     """Record a product on the gradients that were taken, and apply it to the other tensors.
 
     Where the present mode counts, it is applied to all.
     """
-    if needs_present_mode(_all_taken(tensors)):
-        for tensor in tensors:
-            taken = _taken(tensor)
-            if taken is not None and taken.is_unrounded:
-                taken.multiply(factor)
-            elif taken is not None:
-                _memory(tensor)  # type: ignore[arg-type]
-    else:
-        for taken in _all_taken(tensors):
-            taken.record(factor)
-    others = [tensor for tensor in tensors if _taken(tensor) is None]
+    is_list = not isinstance(target, Tensor)
+    tensors = target if is_list else [target]
+    is_made_now, others = needs_present_mode(_all_taken(tensors)), list[Tensor]()
+    for tensor in tensors:
+        taken = _taken(tensor)
+        if taken is not None and is_made_now:
+            is_made = taken.is_unrounded and taken.multiply(factor)
+        else:
+            is_made = taken is not None and taken.record(factor)
+        if not is_made:
+            others.append(tensor)
     if others:
-        _run(operation, (others, *arguments), {})
+        _run(operation, (others if is_list else target, *arguments), {})
 
 
 def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
@@ -430,19 +431,16 @@ def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -
         return NotImplemented
     if (other.shape, other.dtype, other.device) != (taken.shape, taken.dtype, taken.device):
         return NotImplemented
-    taken.absorb(other)
-    return tensor
+    return tensor if taken.absorb(other) else NotImplemented
 
 
 def _zero(operation: Any, target: Any) -> Any:
     """Set gradients to zero; those that arrived unrounded stay handles, so that what is added later is not rounded."""
     is_list = not isinstance(target, Tensor)
     tensors = target if is_list else [target]
-    every = [taken for taken in _all_taken(tensors) if taken.is_reduced]
+    every = [taken for taken in _all_taken(tensors) if taken.is_reduced and taken.zero()]
     if not every:
         return NotImplemented
-    for taken in every:
-        taken.zero()
     others = [tensor for tensor in tensors if _taken(tensor) not in every]
     if others:
         _run(operation, (others,), {})
@@ -496,6 +494,9 @@ _alone = torch.empty(1, device="cpu")
 _alone.grad = torch.empty(1, device="cpu")
 _views = [torch.empty(1, device="cpu").view(1)]
 _OF_GRADIENT = references(sys.getrefcount(_alone.grad), _alone.grad)
+_past: Any = types.SimpleNamespace(pending=_alone.grad)
+_alone.grad = None
+_OF_PENDING = references(sys.getrefcount(_past.pending), _past.pending)
 _OF_ELEMENT = references(sys.getrefcount(_views[0]), _views[0])
 _base = _OF_GRADIENT if missing else references(sys.getrefcount(base_of(_views[0])), base_of(_views[0]))
 _OF_BASE = *_base[:4], _OF_ARRAYS
@@ -525,11 +526,12 @@ def is_exclusive(parameter: Any) -> bool:
 
     One with attributes of its own stays as well: they would be lost.
     """
-    is_strided = parameter.grad.layout is torch.strided
-    if not is_strided or parameter.grad.__dict__ or weakref.getweakrefcount(parameter.grad):
-        return False
     count = sys.getrefcount(parameter.grad)
-    return all(map(operator.le, references(count, parameter.grad), _OF_GRADIENT))
+    gradient = parameter.grad  # another thread may have replaced it
+    is_strided = isinstance(gradient, Tensor) and gradient.layout is torch.strided
+    if not is_strided or gradient.__dict__ or weakref.getweakrefcount(gradient):
+        return False
+    return all(map(operator.le, references(count, gradient), _OF_GRADIENT))
 
 
 def _is_exclusive_distributed(parameter: Any) -> bool:
@@ -595,25 +597,43 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
         or (not local.is_contiguous() and torch_private.has_internal_overlap(local) != 0)
     ):
         return None
-    return _leave_handle(parameter, TakenGradient(local, owner, holder))
+    taken = TakenGradient(local, owner, holder)
+    handle = _leave_handle(parameter, gradient, taken)
+    if handle is None:
+        return None
+    if is_plain:
+        del gradient, local
+        if not all(map(operator.le, references(sys.getrefcount(taken.pending), taken.pending), _OF_PENDING)):
+            _undo(parameter, handle, taken)  # another thread has looked before the handle was there
+            return None
+    return taken
+
+
+def _undo(parameter: Any, handle: GradientHandle, taken: TakenGradient) -> None:
+    gradient = taken.stay()
+    if parameter.grad is handle:  # no other thread runs before the next line
+        parameter.grad = gradient
 
 
 def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: GradientHolder) -> None:
     """Take a gradient that was rounded for `.grad`, with its unrounded values."""
-    taken = TakenGradient(shards.local_of(parameter.grad), owner, holder)
+    gradient: Any = parameter.grad
+    taken = TakenGradient(shards.local_of(gradient), owner, holder)
     taken.pending, taken.exact_dtype = unrounded, unrounded.dtype
     taken.is_unrounded = taken.is_reduced = True
-    _leave_handle(parameter, taken)
+    _leave_handle(parameter, gradient, taken)
 
 
-def _leave_handle(parameter: Tensor, taken: TakenGradient) -> TakenGradient | None:
-    """Replace `.grad` by a handle; None, and no change, if it counts no versions, or does not fit the parameter."""
-    gradient: Any = parameter.grad
+def _leave_handle(parameter: Tensor, gradient: Any, taken: TakenGradient) -> GradientHandle | None:
+    """Replace `.grad` by a handle; None, and no change, if it counts no versions, does not fit, or was replaced."""
     is_plain = type(gradient) is Tensor
     handle = GradientHandle(taken)
     try:
         continue_version(handle, gradient if is_plain else shards.local_of(gradient))
-        parameter.grad = handle if is_plain else torch_private.dtensor_like(gradient, handle)
+        whole = handle if is_plain else torch_private.dtensor_like(gradient, handle)
+        if parameter.grad is not gradient:  # no other thread runs before the next line
+            return None
+        parameter.grad = whole
     except RuntimeError:  # it was made in inference mode, or the parameter has got another dtype or shape
         return None
-    return taken
+    return handle

@@ -14,7 +14,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,8 @@ from superadam.kernels.torch_private import version_of
 
 class GradientHolder:
     """What took gradients, and answers questions about them."""
+
+    _lock: Callable[[], AbstractContextManager[object]] = nullcontext  # held where these gradients are taken and sent
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted."""
@@ -148,7 +150,11 @@ class Factor:
 
 
 class TakenGradient:
-    """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases."""
+    """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases.
+
+    Other threads may use the handle at any time, so that reads and changes hold the lock under which it is sent.
+    Changes return whether they were made: they are not once the gradient was given back, in another thread as well.
+    """
 
     arrived: Any = None  # event at the end of the copy to `pending`, where it must be waited for
     factors: tuple[Factor, ...] = ()
@@ -171,6 +177,7 @@ class TakenGradient:
         # What has the parameter, weak references to which would forbid torch.utils.swap_tensors; None once it is gone.
         self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self._holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
+        self._lock = GradientHolder._lock if holder is None else holder._lock
 
     def __getattr__(self, name: str) -> Any:
         """Find `pending` when it is first needed, without a lock: all threads find the same tensor."""
@@ -196,8 +203,9 @@ class TakenGradient:
 
         `flat` must not lead to the parameter.
         """
-        self.arrived, self._flat, self._position = arrived, flat, position
-        del self.pending
+        if self.given is None:  # a signal handler may have used the handle
+            self.arrived, self._flat, self._position = arrived, flat, position
+            del self.pending
 
     def move_piece_to(
         self, flat: Any, position: int, arrived: Any, *, begin: int, numel: int, strides: tuple[int, ...]
@@ -227,17 +235,19 @@ class TakenGradient:
 
     def value(self) -> Tensor:
         """Return what torch would hold in `.grad` now; may be `pending` itself: not to be written to."""
-        return self._as_it_was(self.exact(), self.dtype)
+        with self._lock():
+            return self._as_it_was(self.exact(), self.dtype)
 
     def exact(self) -> Tensor:
         """Return the same values in the dtype in which they count."""
-        exact = self._as_it_was(self.ready(), self.exact_dtype)
-        if self.factors and exact is self.pending:
-            exact = self._copy_of(exact, exact.dtype)
-        with native.usual_float_mode():
-            for factor in self.factors:
-                factor.apply(exact)
-        return exact
+        with self._lock():
+            exact = self._as_it_was(self.ready(), self.exact_dtype)
+            if self.factors and exact is self.pending:
+                exact = self._copy_of(exact, exact.dtype)
+            with native.usual_float_mode():
+                for factor in self.factors:
+                    factor.apply(exact)
+            return exact
 
     def scaled(self) -> Tensor:
         """Return what `exact` does, where `pending` is and with its strides."""
@@ -262,16 +272,21 @@ class TakenGradient:
 
     # -- factors -------------------------------------------------------------------------------------------------------
 
-    def record(self, factor: Factor) -> None:
+    def record(self, factor: Factor) -> bool:
         """Record a product whose value must not change afterwards."""
-        if isinstance(factor.value, Tensor) or factor.value != 1:
-            self.factors = (*self.factors, factor)
+        with self._lock():
+            if self.given is None and (isinstance(factor.value, Tensor) or factor.value != 1):
+                self.factors = (*self.factors, factor)
+            return self.given is None
 
-    def multiply(self, factor: Factor) -> None:
+    def multiply(self, factor: Factor) -> bool:
         """Make a product at once, in the floating-point mode of the thread; of an unrounded gradient on the CPU."""
-        product = self.scaled().clone()
-        factor.apply(product)
-        self._become(product)
+        with self._lock():
+            if self.given is None:
+                product = self.scaled().clone()
+                factor.apply(product)
+                self._become(product)
+            return self.given is None
 
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
@@ -304,14 +319,17 @@ class TakenGradient:
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def absorb(self, new: Tensor) -> None:
+    def absorb(self, new: Tensor) -> bool:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
-        if self.factors:
-            self.pending, self.factors = self.scaled(), ()
-        elif self.in_use:
-            self.pending = self.ready().clone()
-        self._add(self.holder.unrounded(new).detach())
-        self._become(self.pending)
+        with self._lock():
+            if self.given is None:
+                if self.factors:
+                    self.pending, self.factors = self.scaled(), ()
+                elif self.in_use:
+                    self.pending = self.ready().clone()
+                self._add(self.holder.unrounded(new).detach())
+                self._become(self.pending)
+            return self.given is None
 
     def become_sum(self, total: Tensor) -> None:
         """Move into memory on the host, in its dtype, to which further micro-batches are added."""
@@ -328,10 +346,13 @@ class TakenGradient:
         else:
             self.ready().add_(new.to(self.pending.device, self.pending.dtype))
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         """Become zeros, in memory of their own."""
-        self._become(torch.zeros_like(self.pending))
-        self.arrived = None
+        with self._lock():
+            if self.given is None:
+                self._become(torch.zeros_like(self.pending))
+                self.arrived = None
+            return self.given is None
 
     def _become(self, values: Tensor) -> None:
         """Have other values, to which all products were applied, in memory that no work under way reads."""
@@ -353,28 +374,38 @@ class TakenGradient:
 
         `.grad` is left alone where it holds something else, or the parameter has another dtype or shape by now.
         """
-        if self.given is not None:
-            return self.given
-        with torch_private.inference_mode(False):  # inference tensors have no version counters
-            value = self.value()
-            given = self._copy_of(value, self.dtype) if value is self.pending else value
-            self.given, self.alias = given, given.detach()
-        del self.pending
+        with self._lock():
+            if self.given is not None:
+                return self.given
+            with torch_private.inference_mode(False):  # inference tensors have no version counters
+                value = self.value()
+                given = self._copy_of(value, self.dtype) if value is self.pending else value
+                self._forward_to(given)
+            parameter: Any = self.parameter
+            gradient: Any = getattr(parameter, "grad", None)
+            local: Any = shards.local_of(gradient)
+            if getattr(local, "taken", None) is self:
+                with suppress(RuntimeError):
+                    continue_version(given, local)
+                with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
+                    kept = self.alias if local.is_alias else given  # what the handle forwards to
+                    if local is not gradient:
+                        torch_private.set_dtensor_part(gradient, kept)
+                    elif parameter.grad is gradient:  # no other thread runs before the next line
+                        parameter.grad = kept
+            self.holder._was_given_back(self)
+            return given
+
+    def stay(self) -> Tensor:
+        """Leave the gradient where something else refers to it, and return it: handles forward to it."""
+        gradient = self.pending
+        self._forward_to(gradient)
+        return gradient
+
+    def _forward_to(self, given: Tensor) -> None:
+        self.given = given
+        self.alias = self.pending = given.detach()
         self.factors, self._flat = (), None
-        parameter: Any = self.parameter
-        gradient: Any = getattr(parameter, "grad", None)
-        local: Any = shards.local_of(gradient)
-        if getattr(local, "taken", None) is self:
-            with suppress(RuntimeError):
-                continue_version(given, local)
-            with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
-                kept = self.alias if local.is_alias else given  # what the handle forwards to
-                if local is gradient:
-                    parameter.grad = kept
-                else:
-                    torch_private.set_dtensor_part(gradient, kept)
-        self.holder._was_given_back(self)
-        return given
 
 
 def needs_present_mode(gradients: Iterable[TakenGradient]) -> bool:

@@ -99,7 +99,7 @@ class ReducedGradients(GradientHolder):
     """
 
     def __init__(self, optimizer: SpeculativeCPUAdam) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer, self._lock = weakref.ref(optimizer), optimizer._binding._lock
         self._hooks = Hooks(self._take, is_first=True)  # what other hooks write to `.grad` counts
         self._owners: dict[int, _Owner] = {}
         self._followed: list[int] = []  # ids of the optimizer's parameters

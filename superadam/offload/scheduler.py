@@ -117,7 +117,7 @@ class OffloadScheduler(GradientHolder):
         check_transfer_dtype(transfer_dtype)
         if missing:
             _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
-        self.optimizer, self._binding = optimizer, optimizer._binding
+        self.optimizer, self._binding, self._lock = optimizer, optimizer._binding, optimizer._binding._lock
         self.statistics, self.trace = OverlapStatistics(), Trace()
         counts = optimizer.statistics
         self._counted = counts.displaced, counts.resolve_seconds  # before the present step

@@ -216,11 +216,7 @@ def test_buffer_is_not_kept_once_the_gradient_is_elsewhere(change: str) -> None:
     gone = weakref.ref(buffer)
     del buffer
     assert gone() is None
-    if change == "give_back":
-        with pytest.raises(AttributeError, match="TakenGradient has no attribute 'pending'"):
-            taken.ready()
-    else:
-        assert taken.ready().tolist() == {"absorb": [3.0] * 3, "zero": [0.0] * 3}.get(change, [2.0] * 3)
+    assert taken.ready().tolist() == {"absorb": [3.0] * 3, "zero": [0.0] * 3}.get(change, [2.0] * 3)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -339,8 +335,7 @@ def test_giving_back_makes_a_copy_with_factors_and_layout_and_tells_the_keeper(d
     assert taken.factors == ()
     assert keeper.given == [taken]
     assert arrival.waits == 1
-    with pytest.raises(AttributeError):
-        taken.ready()
+    assert taken.ready().data_ptr() == given.data_ptr()
     given.mul_(2)
     assert same_bits(pending, gradient)
 

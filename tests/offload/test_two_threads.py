@@ -1,10 +1,12 @@
 """Public calls from two threads: each is made wholly before or after the other, so that no step is lost or halved."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import os
+import queue
 import random
 import sys
 import threading
@@ -180,3 +182,58 @@ def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypa
         threads.shutdown()
         CALLS["close"](run, tmp_path)
         assert run.seen() == plain.seen(), f"with seed {seed}"
+
+
+def _replace(parameter: torch.Tensor) -> None:
+    parameter.grad = None if parameter.grad is None else parameter.grad * 0.25
+
+
+def _scale_later(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    time.sleep(1e-5)
+    gradient.mul_(0.5)
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "scale": lambda parameter: parameter.grad.mul_(0.5),
+    "scale a list": lambda parameter: torch._foreach_mul_([parameter.grad], 0.5),
+    "scale later": _scale_later,
+    "write": lambda parameter: parameter.grad.view(-1)[:2].add_(1),
+    "read": lambda parameter: parameter.grad.clone().tolist(),
+    "alias": lambda parameter: parameter.grad.data_ptr(),
+    "drop": lambda parameter: setattr(parameter, "grad", None),
+    "replace": _replace,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_gradients_that_another_thread_uses_during_backward(use: str, comes_first: bool) -> None:
+    """As a thread does that reduces gradients while backward goes on: hooks tell it which are ready."""
+
+    def train(device: Callable[[int], Any] | None, seed: int) -> list[Any]:
+        model, ready, seen = mlp(torch.bfloat16, width=8, layers=6), queue.SimpleQueue[Any](), list[Any]()
+        optimizer = adam(model)
+        with contextlib.ExitStack() as stack:
+            for enters in (comes_first, not comes_first):
+                for parameter in model.parameters() if enters else ():
+                    parameter.register_post_accumulate_grad_hook(ready.put)
+                if device is not None and not enters:
+                    stack.enter_context(OffloadScheduler(optimizer, model, device=device(seed), bucket_numel=70))
+            for number in range(4):
+                with ThreadPoolExecutor(1) as threads:
+                    other = threads.submit(lambda: [*map(USES[use], iter(ready.get, None))])
+                    try:
+                        model(batch(number, torch.bfloat16, 8)).float().square().mean().backward()
+                    finally:
+                        ready.put(None)
+                    other.result(30)
+                seen.append([None if p.grad is None else bits(p.grad) for p in model.parameters()])
+                optimizer.step()
+                seen.append([*map(bits, model.parameters())])
+                optimizer.zero_grad()
+            return [seen, [bits(entry["exp_avg"]) for entry in optimizer.state.values()]]
+
+    expected = train(None, 0)
+    for (name, device), seed in itertools.product(DEVICES.items(), range(4 + INTERLEAVINGS)):
+        assert train(device, seed) == expected, f"{name} with seed {seed}"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from superadam.handles.taken_gradient import TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 
 
 class Owner:
@@ -13,7 +13,7 @@ class Owner:
 
 
 @dataclass(eq=False)
-class NotingHolder:
+class NotingHolder(GradientHolder):
     """Notes what it is told; `count` is of elements that are not finite."""
 
     count: int | None = None
