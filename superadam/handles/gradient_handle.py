@@ -78,9 +78,10 @@ class GradientHandle(torch.Tensor):
     @staticmethod
     def __new__(cls, taken: TakenGradient, *, is_alias: bool = False) -> GradientHandle:
         """Make a handle of a gradient that was not given back."""
-        handle: GradientHandle = torch_private.make_wrapper_subclass(
-            cls, taken.shape, strides=taken.strides, dtype=taken.dtype, device=taken.device
-        )
+        with torch_private.inference_mode(False):  # there, too, an alias counts versions and may be written to later
+            handle: GradientHandle = torch_private.make_wrapper_subclass(
+                cls, taken.shape, strides=taken.strides, dtype=taken.dtype, device=taken.device
+            )
         handle.taken, handle.is_alias = taken, is_alias
         torch_private.forbid_memory(handle)
         return handle

@@ -416,6 +416,9 @@ HELD: dict[str, Operation] = {
     "hold data": lambda p, held: held.append(p.grad.data),
     "hold view": lambda p, held: held.append(p.grad.view(-1)),
     "hold copy": lambda p, held: held.append(copy.copy(p.grad)),
+    "hold aliases of inference mode": torch.inference_mode()(
+        lambda p, held: held.extend([p.grad.detach(), p.grad.data, p.grad.view(p.shape)])
+    ),
     "edit held": lambda p, held: held and held[0].add_(0.5).dtype,
     "scale held": lambda p, held: held and held[-1].mul_(0.7).dtype,
     "set held": lambda p, held: held and held[0].shape == p.shape and _replace(p, held[0]),
