@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 from superadam.host.signals import deferred_signals
+from superadam.kernels import native
 
 _LOOK_SECONDS = 0.25  # how often a thread that waits for the worker's thread checks that it is still alive
 
@@ -153,6 +154,7 @@ class Worker:
 
     def _loop(self) -> None:
         may_idle = False
+        native.keep_usual_float_mode()  # not that of the thread that started this one, nor its traps
         try:
             while True:
                 try:

@@ -403,6 +403,11 @@ def usual_float_mode() -> AbstractContextManager[None]:
     return _NOTHING if lib.superadam_float_control_is_usual() else _UsualFloatMode()
 
 
+def keep_usual_float_mode() -> None:
+    """Let that hold in the calling thread from now on, without traps."""
+    lib.superadam_float_control_enter()
+
+
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:
     """Return `values[0] + values[1] + ...`, added in this order in fp64."""
     return float(lib.superadam_sum(ffi.from_buffer("double[]", np.ascontiguousarray(values)), len(values)))

@@ -14,11 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from support.children import exit_code_of_child
+from support.float_modes import flushed_denormals
 from support.overlap import PlantedError, ThreadDevice, end_thread, everything, loss_of, train, twins
 from support.waiting import wait_until
 
 from superadam import OffloadScheduler
 from superadam.devices.worker import Worker, WorkerError
+from superadam.kernels import native
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
@@ -70,6 +72,15 @@ def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(wo
     worker.submit(lambda _: ran.append(2))
     worker.drain()
     assert ran == [2]
+
+
+def test_jobs_have_the_usual_floating_point_mode_whoever_starts_the_thread(idle):
+    with flushed_denormals():
+        one = Worker(idle)
+    modes = []
+    one.submit(lambda _: modes.append(native.is_float_mode_usual()))
+    one.close()
+    assert modes == [True]
 
 
 def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker):
