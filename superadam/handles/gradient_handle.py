@@ -474,6 +474,10 @@ def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     return _taken(tensor if type(tensor) is GradientHandle else shards.local_of(tensor))
 
 
+allocators: list[Callable[[int], bool]] = []
+"""Each says whether it gave the memory at an address to a storage alone; torch's own need not say."""
+
+
 def references(in_python: int, tensor: Any) -> tuple[int, int, int, int, int]:
     """Count the references to a tensor, Python's and torch's, and those to its memory.
 
@@ -486,7 +490,8 @@ def references(in_python: int, tensor: Any) -> tuple[int, int, int, int, int]:
     """
     storage = tensor.untyped_storage()
     of_memory = sys.getrefcount(storage), storage_use_count(storage_key(storage))
-    uncounted = 2 if tensor.is_cpu and storage.is_shared() else 0 if storage.resizable() else _OF_ARRAYS
+    is_counted = storage.resizable() or any(is_own(storage.data_ptr()) for is_own in allocators)
+    uncounted = 2 if tensor.is_cpu and storage.is_shared() else 0 if is_counted else _OF_ARRAYS
     return in_python, tensor_use_count(tensor), *of_memory, uncounted
 
 

@@ -17,6 +17,7 @@ import mmap
 import os
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from superadam.devices.interface import ChunkSums
 from superadam.devices.pinned import Lease
 from superadam.gpu import Backend
+from superadam.handles import gradient_handle
 from superadam.host.mapped_files import madvise
 from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
@@ -128,6 +130,10 @@ class Block:
         self.stream.accelerator.filled.append(self.memory)
 
 
+_accelerators = weakref.WeakSet["SimulatedAccelerator"]()
+gradient_handle.allocators.append(lambda address: any(address in each.blocks for each in _accelerators))
+
+
 class SimulatedAccelerator:
     """The part of `torch.cuda` that `CudaDevice` uses.
 
@@ -149,6 +155,7 @@ class SimulatedAccelerator:
         self._freed: collections.deque[Lease] = collections.deque()  # appended to in any thread, at any moment
         self._local = threading.local()
         self._process = os.getpid()
+        _accelerators.add(self)
 
     # ---- as torch.cuda -----------------------------------------------------------------------------------------------
 
