@@ -191,14 +191,19 @@ def get_num_threads() -> int:
     """
     global _num_threads
     if _num_threads is None:
-        text = os.environ.get("SUPERADAM_THREADS")
-        if text is not None and not (text.isdecimal() and len(text) < 10 and int(text) > 0):
-            raise ValueError(
-                f"SUPERADAM_THREADS is {text!r}; expected a positive integer of at most 9 digits; unset it for "
-                "one thread per CPU"
-            )
-        _num_threads = int(text) if text else len(cores.share(Host()))
+        _num_threads = requested_threads() or len(cores.share(Host()))
     return _num_threads
+
+
+def requested_threads() -> int | None:
+    """Return what `SUPERADAM_THREADS` asks for, None if it is not set; raises ValueError for no positive integer."""
+    text = os.environ.get("SUPERADAM_THREADS")
+    if text is not None and not (text.isdecimal() and len(text) < 10 and int(text) > 0):
+        raise ValueError(
+            f"SUPERADAM_THREADS is {text!r}; expected a positive integer of at most 9 digits; unset it for one thread "
+            "per CPU"
+        )
+    return int(text) if text else None
 
 
 def set_num_threads(count: int) -> None:

@@ -174,7 +174,8 @@ class SpeculativeCPUAdam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         check_group(defaults)
-        native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training
+        native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training, as is the next
+        native.requested_threads()
         self._verdicts = _Verdicts()
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import formula
@@ -191,8 +192,9 @@ def test_the_environment_sets_the_number_of_threads(monkeypatch):
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "", "2147483648"])
 def test_a_bad_number_of_threads_in_the_environment_raises(text, monkeypatch):
     monkeypatch.setenv("SUPERADAM_THREADS", text)
-    with pytest.raises(ValueError, match=f"SUPERADAM_THREADS is '{text}'; expected a positive integer"):
-        native.get_num_threads()
+    for use in (native.get_num_threads, lambda: superadam.SpeculativeCPUAdam([torch.zeros(1, requires_grad=True)])):
+        with pytest.raises(ValueError, match=f"SUPERADAM_THREADS is '{text}'; expected a positive integer"):
+            use()
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.0, True, "2", None, 1 << 31])
