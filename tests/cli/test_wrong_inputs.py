@@ -29,6 +29,10 @@ FILES = {
     '{"optimizer": {"params": {"lr": "1e-5"}}}': "optimizer.params.lr is '1e-5', expected a number",
     '{"optimizer": {"params": {"betas": [0.9]}}}': "betas is [0.9], expected two numbers",
     '{"optimizer": {"params": {"betas": [0.9, "x"]}}}': "betas is 'x', expected a number",
+    '{"optimizer": {"params": {"betas": [0.9, null]}}}': "betas is [0.9, None], expected two numbers",
+    '{"optimizer": {"params": {"betas": ["auto", 0.9]}}}': "betas is ['auto', 0.9], expected two numbers",
+    '{"optimizer": {"params": {"betas": [0.9, 1]}}}': "betas is [0.9, 1], expected numbers below 1",
+    f'{{"optimizer": {{"params": {{"eps": 1{"0" * 309}}}}}}}': "expected a number of at least 0",
     '{"zero_optimization": {"stage": 4}}': "zero_optimization.stage is 4, expected 0, 1, 2 or 3",
     '{"zero_optimization": {"stage": [1]}}': "zero_optimization.stage is [1], expected 0, 1, 2 or 3",
     '{"zero_optimization": true}': "zero_optimization is True, expected an object",
@@ -44,6 +48,8 @@ FILES = {
 MODELS = {
     "heads": ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
     "words": ('{"model_type": "llama", "vocab_size": -1}', "Trying to create tensor with negative dimension -1: "),
+    "experts": ('{"model_type": "llama", "num_experts": "many"}', "num_experts of ./experts is 'many', expected a whole"),
+    "window": ('{"model_type": "llama", "sliding_window": "8"}', "sliding_window of ./window is '8', expected a whole"),
     "layers": ('{"model_type": "llama", "num_hidden_layers": 100000}', "has 100000 layers, expected 1 to 10000"),
 }
 """Folders' config.json that describe no model, and what is said of them."""

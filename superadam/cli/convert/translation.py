@@ -5,6 +5,7 @@ Keys are those of `runtime/constants.py`, `precision_config.py`, `zero/config.py
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,9 +180,11 @@ def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
     if betas == AUTO:
         found.notes.append("optimizer.params.betas: auto, which are adam_beta1 and adam_beta2 of the Trainer")
     elif betas is not None:
-        if not isinstance(betas, list) or len(betas) != 2:
-            raise UsageError(f"optimizer.params.betas is {betas!r}, expected two numbers; correct it")
+        if not isinstance(betas, list) or len(betas) != 2 or None in betas or AUTO in betas:
+            raise UsageError(f"optimizer.params.betas is {_shown(betas)}, expected two numbers; correct it")
         first, second = (_number("optimizer.params.betas", value) for value in betas)
+        if max(first, second) >= 1:
+            raise UsageError(f"optimizer.params.betas is {_shown(betas)}, expected numbers below 1; correct it")
         found.optimizer["betas"] = f"({first!r}, {second!r})"
         found.trainer |= {"adam_beta1": repr(first), "adam_beta2": repr(second)}
     if unread.pop("optimizer.params.amsgrad", False):
@@ -283,7 +286,7 @@ def _prefixes(key: str) -> list[str]:
 def _number(key: str, value: Any) -> Any:
     if value is None or value == AUTO:
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise UsageError(f'{key} is {_shown(value)}, expected a number of at least 0, or "auto"; correct it')
     return value
 

@@ -22,6 +22,12 @@ from superadam.plan.memory import Setting
 MOST_LAYERS = 10_000
 """More than any model has; each is made once, without memory."""
 
+COUNTS = (
+    *("num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "sliding_window"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok"),
+)
+"""What a plan computes with; transformers checks those that it knows for a kind of model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -77,6 +83,9 @@ def config_of(model: str) -> PreTrainedConfig:
         raise UnplannableError(
             f"{what}, and not {where} ({reason}); name one of these, or put the model's config.json into a folder"
         ) from error
+    for name in COUNTS:
+        if (value := getattr(config, name, None)) is not None and (type(value) is not int or value < 0):
+            raise UnplannableError(f"{name} of {model} is {value!r}, expected a whole number; correct its config.json")
     if not 0 < (layers := getattr(config, "num_hidden_layers", 1)) <= MOST_LAYERS:
         raise UnplannableError(f"{model} has {layers} layers, expected 1 to {MOST_LAYERS}; correct its config.json")
     if hasattr(config, "quantization_config"):
