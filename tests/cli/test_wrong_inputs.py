@@ -48,8 +48,8 @@ FILES = {
 MODELS = {
     "heads": ('{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
     "words": ('{"model_type": "llama", "vocab_size": -1}', "Trying to create tensor with negative dimension -1: "),
-    "experts": ('{"model_type": "llama", "num_experts": "many"}', "num_experts of ./experts is 'many', expected a whole"),
-    "window": ('{"model_type": "llama", "sliding_window": "8"}', "sliding_window of ./window is '8', expected a whole"),
+    "experts": ('{"model_type": "llama", "num_experts": "many"}', "num_experts of ./experts is 'many', expected"),
+    "window": ('{"model_type": "llama", "sliding_window": "8"}', "sliding_window of ./window is '8', expected"),
     "layers": ('{"model_type": "llama", "num_hidden_layers": 100000}', "has 100000 layers, expected 1 to 10000"),
 }
 """Folders' config.json that describe no model, and what is said of them."""
