@@ -141,12 +141,12 @@ class _State(Mapping[int, dict[str, Any]]):
         name, parameter = self._parameters[index]
         local = shards.local_of(parameter)
         keys = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32"}
-        if local.dtype in (torch.float32, torch.float64) and local.device.type == "cpu":  # it is its own master
-            del keys["master"]
         entry: dict[str, Any] = {"step": self._checkpoint.step(name)}
         for ours, theirs in keys.items():
             part = _part(name, self._checkpoint.flat(name, theirs), parameter)
             entry[ours] = dtensor_like(parameter, part) if shards.is_distributed(parameter) else part
+        if local.dtype in (torch.float32, torch.float64) and local.device.type == "cpu":  # it is its own master
+            del entry["master"]  # which was read all the same, to refuse what cannot be loaded before any of it is
         return entry
 
 

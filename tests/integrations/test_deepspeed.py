@@ -293,6 +293,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         r"another layout than DeepSpeed 0.19.8 writes \(KeyError\('param_shapes'\)\), convert it",
     ),
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
+    "masters next to moments are missing": ("zero3-2", "fp32.pt", Path.unlink, "No such file"),
     **{
         name: ("zero2-1", "*model*", changed_shapes(change), sentence)
         for name, change, sentence in (
@@ -315,11 +316,12 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_continued_changes_nothing(tmp_path, fault):
+def test_what_cannot_be_continued_changes_nothing(tmp_path, fault, dtype):
     folder, pattern, change, sentence = FAULTS[fault]
     copy = edited(tmp_path, folder, pattern, change)
-    model, optimizer = training()
+    model, optimizer = training(dtype=dtype)
     with refused(
         optimizer, CheckpointError, f"{sentence}.*nothing was loaded" if "nothing" not in sentence else sentence
     ):
