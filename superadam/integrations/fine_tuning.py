@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -146,19 +146,22 @@ def _words_of_file(path: Path) -> list[str]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RefusedError(f"there is no preset {path}; examples/presets/ has some") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except Exception as error:  # of any class, where a date or a number makes no sense
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1} of {path}" if mark else str(path)
-        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or "it is no text"
+        other = "it is no text" if isinstance(error, UnicodeDecodeError) else f"{error}".partition("\n")[0]
+        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or other
         raise RefusedError(f"{where} is no YAML ({reason}); correct it") from error
     if not isinstance(content, dict) or not isinstance(content.get("env", {}), dict):
         raise RefusedError(f"{path} holds no options, expected lines such as max_steps: 100; correct it")
-    os.environ.update({str(name): str(value) for name, value in content.pop("env", {}).items()})
-    words: list[str] = []
-    for name, value in content.items():
-        parts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        words += [f"--{name}", *map(str, parts)] if value is not None else []
-    return words
+
+    def words() -> Iterator[str]:
+        os.environ.update({str(name): str(value) for name, value in content.pop("env", {}).items()})
+        for name, value in content.items():
+            parts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            yield from [f"--{name}", *map(str, parts)] if value is not None else []
+
+    return attempt(lambda: [*words()], f"the options in {path} cannot be used", "correct them")
 
 
 def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, superadam: bool) -> None:
@@ -272,7 +275,9 @@ def check_template(tokenizer: Any, example: Mapping[str, Any] | None, training: 
     path = training.chat_template_path
     if path is not None and not os.path.exists(path) and path.endswith((".jinja", ".j2")):
         raise RefusedError(f"there is no chat template {path}; correct --chat_template_path")
-    template = Path(path).read_text() if path and path.endswith((".jinja", ".j2")) else tokenizer.chat_template
+    template = tokenizer.chat_template
+    if path and path.endswith((".jinja", ".j2")):
+        template = attempt(Path(path).read_text, f"{path} cannot be read", "correct --chat_template_path")
     if path is not None and template is tokenizer.chat_template:
         return  # of another model, whose tokenizer TRL loads
     if example is None or not _conversation(example):
