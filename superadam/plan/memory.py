@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from superadam.host.memory import HostNeeds
 from superadam.offload.needs import needs_of, with_bucket
 from superadam.offload.placement import PACKED_UNDER_WAY, Placement, numel_of_buckets, room_for_new_values
+from superadam.plan import UnplannableError
 from superadam.plan.activations import FORWARD, HEAD, LAYERS, Activations, activations_of
 from superadam.plan.machines import Machine
 from superadam.plan.models import on_meta
@@ -20,6 +21,7 @@ from superadam.state.storage import Master, Moments, Storage
 END, STEP = "end of backward", "step()"
 TRAINING, SAVING, RESUMING, MAPPED = "training", "saving in the background", "resuming", "resuming, file mapped"
 SIZE = torch.bfloat16.itemsize
+MOST_TOKENS = 1 << 20  # of a micro-batch, whose loss is run in chunks without memory; more than a GPU has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ def placement_of(subject: Subject, setting: Setting) -> Placement:
 
 def activations_for(subject: Subject, setting: Setting) -> Activations:
     """Return the peaks of forward and backward; raises `UnplannableError`."""
+    if (tokens := setting.sequences * setting.tokens) > MOST_TOKENS:
+        raise UnplannableError(f"a micro-batch has {tokens} tokens, expected {MOST_TOKENS} at most; make it smaller")
     how = {"loss": setting.loss, "checkpointing": setting.checkpointing}
     return activations_of(subject.config, subject.parameters, setting.sequences, setting.tokens, **how)
 

@@ -14,7 +14,17 @@ from superadam.offload.needs import bytes_of_state
 from superadam.plan.activations import Activations
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
-from superadam.plan.memory import SIZE, Memory, Setting, Subject, activations_for, memory_of, placement_of, total
+from superadam.plan.memory import (
+    MOST_TOKENS,
+    SIZE,
+    Memory,
+    Setting,
+    Subject,
+    activations_for,
+    memory_of,
+    placement_of,
+    total,
+)
 
 EFFICIENCIES = (0.45, 0.55, 0.65)
 """Shares of the GPU's peak at which the model may compute: nothing but a measurement tells which."""
@@ -152,6 +162,8 @@ def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activa
         changes.append((replace(setting, moments="bf16", master="24bit"), "--moments bf16 --master 24bit"))
     gains = []
     for changed, words in changes:
+        if changed.sequences * changed.tokens > MOST_TOKENS:
+            continue
         is_same = (changed.sequences, changed.checkpointing) == (setting.sequences, setting.checkpointing)
         memory = memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed))
         if not memory.trains:
