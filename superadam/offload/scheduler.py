@@ -225,7 +225,7 @@ class OffloadScheduler(GradientHolder):
         if transaction is not None:
             self._groups = ReducedGroups() if transaction.table.is_distributed else None
             self._bucketer.take_from(transaction.table.states)
-            self._hooks.watch(transaction.table.parameters)
+            self._hooks.watch(() if self._closed else transaction.table.parameters)  # which close() may bind again
 
     def _catch_up(self) -> None:
         error, self._error = self._error, None

@@ -303,6 +303,16 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
 # ---- life and death -------------------------------------------------------------------------------------------------
 
 
+def test_scheduler_that_is_closed_after_a_load_leaves_no_hook() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = SpeculativeCPUAdam(model.parameters())
+    with OffloadScheduler(optimizer, model, num_threads=1):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
     commit = Transaction.commit
