@@ -28,6 +28,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.plain import PlainDevice
+from superadam.handles import gradient_handle
 from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
@@ -346,12 +347,16 @@ def constant(memory: Tensor, begin: int, numel: int) -> Tensor:
     return _over(memory.data_ptr() + begin * memory.element_size(), numel, memory.dtype, memory)
 
 
+_leases = weakref.WeakValueDictionary[int, Any]()  # by address
+gradient_handle.allocators.append(_leases.__contains__)
+
+
 def _over(address: int, numel: int, dtype: torch.dtype, kept: object) -> Tensor:
     """Return a flat tensor with a storage of its own over memory that `kept` keeps alive."""
     if not numel:
         return torch.empty(0, dtype=dtype, device="cpu")
     lease: Any = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-    lease.kept = kept
+    lease.kept, _leases[address] = kept, lease
     return torch.frombuffer(lease, dtype=dtype, count=numel)
 
 
