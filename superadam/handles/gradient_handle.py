@@ -13,7 +13,6 @@ import copy
 import functools
 import operator
 import sys
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -258,10 +257,9 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     memory: set[int] = set()
 
     def ordinary(handle: Tensor) -> Tensor:
+        is_taken = _taken(handle) is not None  # as yet: another thread may give it back
         value = _value(handle)
-        if not isinstance(handle, GradientHandle):
-            return value
-        if handle.taken.given is None:
+        if is_taken and isinstance(handle, GradientHandle):
             read.append(handle)
             memory.add(storage_key(value.untyped_storage()))
         return value
@@ -478,11 +476,15 @@ allocators: list[Callable[[int], bool]] = []
 """Each says whether it gave the memory at an address to a storage alone; torch's own need not say."""
 
 
-def references(in_python: int, tensor: Any) -> tuple[int, int, int, int, int]:
-    """Count the references to a tensor, Python's and torch's, and those to its memory.
+def is_uncounted(tensor: Tensor) -> bool:
+    """Whether references to a tensor's memory may be counted by nobody: of arrays, as numpy's, or other processes."""
+    storage = tensor.untyped_storage()
+    is_torchs = storage.resizable() or any(is_own(storage.data_ptr()) for is_own in allocators)
+    return not is_torchs or (tensor.is_cpu and storage.is_shared())
 
-    The last number is of those that nobody counts: `_OF_ARRAYS`, as those of numpy, may have the memory, or have had
-    it; 2: other processes have it.
+
+def references(in_python: int, tensor: Any) -> tuple[int, int, int, int]:
+    """Count the references to a tensor, Python's and torch's, and those to its memory.
 
     Versions of both count differently, so compare with a tensor that is referred to as usual. The caller counts
     Python's, of an attribute or an element: while torch.compile is at work in any thread, and from an error of
@@ -490,37 +492,35 @@ def references(in_python: int, tensor: Any) -> tuple[int, int, int, int, int]:
     """
     storage = tensor.untyped_storage()
     of_memory = sys.getrefcount(storage), storage_use_count(storage_key(storage))
-    is_counted = storage.resizable() or any(is_own(storage.data_ptr()) for is_own in allocators)
-    uncounted = 2 if tensor.is_cpu and storage.is_shared() else 0 if is_counted else _OF_ARRAYS
-    return in_python, tensor_use_count(tensor), *of_memory, uncounted
+    return in_python, tensor_use_count(tensor), *of_memory
 
 
-_OF_ARRAYS = 1
 _alone = torch.empty(1, device="cpu")
 _alone.grad = torch.empty(1, device="cpu")
 _views = [torch.empty(1, device="cpu").view(1)]
 _OF_GRADIENT = references(sys.getrefcount(_alone.grad), _alone.grad)
-_past: Any = types.SimpleNamespace(pending=_alone.grad)
+_past = TakenGradient(_alone.grad)
 _alone.grad = None
 _OF_PENDING = references(sys.getrefcount(_past.pending), _past.pending)
 _OF_ELEMENT = references(sys.getrefcount(_views[0]), _views[0])
-_base = _OF_GRADIENT if missing else references(sys.getrefcount(base_of(_views[0])), base_of(_views[0]))
-_OF_BASE = *_base[:4], _OF_ARRAYS
+_OF_BASE = _OF_GRADIENT if missing else references(sys.getrefcount(base_of(_views[0])), base_of(_views[0]))
 
 
 def is_held(values: Any, key: Any, holders: int) -> bool:
     """Whether more objects than these holders and `values` refer to `values[key]`, a tensor, or any to its memory.
 
-    The tensor that it is a view of may be referred to by the view alone. Arrays do not count: state that once was
-    looked at as one would be held for ever.
+    The tensor that it is a view of may be referred to by the view alone. Of arrays, only those that have its memory
+    now are seen: state that once was looked at as one would be held for ever.
     """
     if torch_private.missing:  # nothing is counted
         return True
     try:
         found, is_view = references(sys.getrefcount(values[key]), values[key]), base_of(values[key]) is not None
+        if values[key].is_cpu and values[key].untyped_storage().is_shared():  # with another process
+            return True
     except NotImplementedError:  # of a transform of torch.func, which has no memory to look at
         return True
-    usual = (_OF_ELEMENT[0] + holders, _OF_ELEMENT[1], _OF_GRADIENT[2], _OF_GRADIENT[3] + is_view, _OF_ARRAYS)
+    usual = (_OF_ELEMENT[0] + holders, _OF_ELEMENT[1], _OF_GRADIENT[2], _OF_GRADIENT[3] + is_view)
     of_base = references(sys.getrefcount(base_of(values[key])), base_of(values[key])) if is_view else _OF_BASE
     if not all(map(operator.le, of_base, _OF_BASE)):
         return True
@@ -535,7 +535,7 @@ def is_exclusive(parameter: Any) -> bool:
     count = sys.getrefcount(parameter.grad)
     gradient = parameter.grad  # another thread may have replaced it
     is_strided = isinstance(gradient, Tensor) and gradient.layout is torch.strided
-    if not is_strided or gradient.__dict__ or weakref.getweakrefcount(gradient):
+    if not is_strided or gradient.__dict__ or weakref.getweakrefcount(gradient) or is_uncounted(gradient):
         return False
     return all(map(operator.le, references(count, gradient), _OF_GRADIENT))
 
@@ -570,9 +570,9 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
     ours = Counter(storage_key(part.untyped_storage()) for part in parts.values())
 
     def is_shared(part: Tensor) -> bool:
-        _, _, in_python, in_torch, uncounted = references(0, part)
+        _, _, in_python, in_torch = references(0, part)
         known = ours[storage_key(part.untyped_storage())] + (base_of(part) is not None)
-        return bool(uncounted) or in_python > _OF_GRADIENT[2] or in_torch - known >= _OF_GRADIENT[3]
+        return is_uncounted(part) or in_python > _OF_GRADIENT[2] or in_torch - known >= _OF_GRADIENT[3]
 
     return {position for position, part in parts.items() if is_shared(part)}
 
@@ -610,15 +610,11 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     if is_plain:
         del gradient, local
         if not all(map(operator.le, references(sys.getrefcount(taken.pending), taken.pending), _OF_PENDING)):
-            _undo(parameter, handle, taken)  # another thread has looked before the handle was there
+            gradient = taken.stay()  # another thread has looked before the handle was there
+            if parameter.grad is handle:  # no other thread runs before the next line
+                parameter.grad = gradient
             return None
     return taken
-
-
-def _undo(parameter: Any, handle: GradientHandle, taken: TakenGradient) -> None:
-    gradient = taken.stay()
-    if parameter.grad is handle:  # no other thread runs before the next line
-        parameter.grad = gradient
 
 
 def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: GradientHolder) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import collections
 import ctypes
 import enum
+import functools
 import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class Factor:
     value: Any
     is_of_list: bool = False
 
-    @cached_property
+    @functools.cached_property
     def number(self) -> float:
         """`value` as a float; waits for the device that holds it."""
         return float(self.value)
@@ -147,6 +147,20 @@ class Factor:
             gradient.mul_((1.0 / torch.tensor(self.number, dtype=precision, device="cpu")).item())
         else:  # torch.mul_, because for lists the CPU rounds a number to the gradient's dtype first
             replace(self, is_of_list=self.is_of_list and self.kind is FactorKind.DIVIDE).apply(gradient)
+
+
+def _change(method: Callable[..., None]) -> Callable[..., bool]:
+    """Hold the lock and defer signals; return whether a change was made: not once the gradient was given back."""
+
+    @functools.wraps(method)
+    def changed(self: TakenGradient, *arguments: Any) -> bool:
+        with self._lock(), deferred_signals():
+            is_made = self.given is None
+            if is_made:
+                method(self, *arguments)
+            return is_made
+
+    return changed
 
 
 class TakenGradient:
@@ -214,6 +228,8 @@ class TakenGradient:
 
         Elements are in the order of these dense strides. Events pass in the order in which they come here.
         """
+        if self.given is not None:
+            return
         joined = self._joined = self._joined or JoinedTensor(self.shape, strides)
         joined.pieces[begin], joined.arrived = (flat, position, numel), arrived
         if joined.is_complete:
@@ -272,21 +288,18 @@ class TakenGradient:
 
     # -- factors -------------------------------------------------------------------------------------------------------
 
-    def record(self, factor: Factor) -> bool:
+    @_change
+    def record(self, factor: Factor) -> None:
         """Record a product whose value must not change afterwards."""
-        with self._lock():
-            if self.given is None and (isinstance(factor.value, Tensor) or factor.value != 1):
-                self.factors = (*self.factors, factor)
-            return self.given is None
+        if isinstance(factor.value, Tensor) or factor.value != 1:
+            self.factors = (*self.factors, factor)
 
-    def multiply(self, factor: Factor) -> bool:
+    @_change
+    def multiply(self, factor: Factor) -> None:
         """Make a product at once, in the floating-point mode of the thread; of an unrounded gradient on the CPU."""
-        with self._lock():
-            if self.given is None:
-                product = self.scaled().clone()
-                factor.apply(product)
-                self._become(product)
-            return self.given is None
+        product = self.scaled().clone()
+        factor.apply(product)
+        self._become(product)
 
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
@@ -319,17 +332,15 @@ class TakenGradient:
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def absorb(self, new: Tensor) -> bool:
+    @_change
+    def absorb(self, new: Tensor) -> None:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
-        with self._lock():
-            if self.given is None:
-                if self.factors:
-                    self.pending, self.factors = self.scaled(), ()
-                elif self.in_use:
-                    self.pending = self.ready().clone()
-                self._add(self.holder.unrounded(new).detach())
-                self._become(self.pending)
-            return self.given is None
+        if self.factors:
+            self.pending, self.factors = self.scaled(), ()
+        elif self.in_use:
+            self.pending = self.ready().clone()
+        self._add(self.holder.unrounded(new).detach())
+        self._become(self.pending)
 
     def become_sum(self, total: Tensor) -> None:
         """Move into memory on the host, in its dtype, to which further micro-batches are added."""
@@ -346,13 +357,11 @@ class TakenGradient:
         else:
             self.ready().add_(new.to(self.pending.device, self.pending.dtype))
 
-    def zero(self) -> bool:
+    @_change
+    def zero(self) -> None:
         """Become zeros, in memory of their own."""
-        with self._lock():
-            if self.given is None:
-                self._become(torch.zeros_like(self.pending))
-                self.arrived = None
-            return self.given is None
+        self._become(torch.zeros_like(self.pending))
+        self.arrived = None
 
     def _become(self, values: Tensor) -> None:
         """Have other values, to which all products were applied, in memory that no work under way reads."""
@@ -374,7 +383,7 @@ class TakenGradient:
 
         `.grad` is left alone where it holds something else, or the parameter has another dtype or shape by now.
         """
-        with self._lock():
+        with self._lock(), deferred_signals():
             if self.given is not None:
                 return self.given
             with torch_private.inference_mode(False):  # inference tensors have no version counters
@@ -405,7 +414,7 @@ class TakenGradient:
     def _forward_to(self, given: Tensor) -> None:
         self.given = given
         self.alias = self.pending = given.detach()
-        self.factors, self._flat = (), None
+        self.factors, self._flat, self._joined = (), None, None
 
 
 def needs_present_mode(gradients: Iterable[TakenGradient]) -> bool:

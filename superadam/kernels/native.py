@@ -409,7 +409,7 @@ def usual_float_mode() -> AbstractContextManager[None]:
 
 
 def keep_usual_float_mode() -> None:
-    """Let that hold in the calling thread from now on, without traps."""
+    """Let the usual floating-point mode hold in the calling thread from now on, without traps."""
     lib.superadam_float_control_enter()
 
 

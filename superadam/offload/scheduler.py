@@ -170,9 +170,8 @@ class OffloadScheduler(GradientHolder):
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         begin = time.perf_counter()
-        if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
-            return
-        if self._device.is_capturing():  # each replay writes to its memory, and calls no hook
+        is_left = self._pipeline is None and self._bucketer.accumulation.sum_dtype is None
+        if is_left or self._device.is_capturing():  # whose replays write to its memory, and call no hook
             return
         with self._binding.lock:
             if self._closed:  # meanwhile, by another thread

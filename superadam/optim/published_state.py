@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from superadam.distributed import shards
-from superadam.handles.gradient_handle import is_held
+from superadam.handles.gradient_handle import is_held, is_uncounted
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
 from superadam.optim import checkpoint
@@ -83,7 +83,7 @@ class PublishedState:
         if state.parameter not in self.entries:
             return False
         is_entry_held = sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1
-        if torch_private.missing or state.may_be_array or is_entry_held:
+        if torch_private.missing or state.arrays or is_entry_held:
             return True
         values = raw(self.entries[state.parameter])
         return any(
@@ -200,11 +200,13 @@ def _is_new(value: Any, state: ParameterState, key: str, moved: Collection[str])
 
 def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: ParameterState) -> None:
     """Give a state the value of an entry, this rank's part of it, which was checked."""
+    state.arrays.discard(key)
     if value is None:
         state.forget(key)
     elif key not in state.encodings and value.dtype == state.dtype_of(key) and state.has_layout(value):
         state.shown.pop(key, None)
-        state.may_be_array |= not value.untyped_storage().resizable()
+        if is_uncounted(value):
+            state.arrays.add(key)
         state.put({key: value})
     else:
         is_changed = state.store(key, value)

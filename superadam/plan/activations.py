@@ -154,7 +154,14 @@ def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, to
     few = (2 * period, 3 * period)
     if layers <= few[1]:
         few = (max(1, layers - period), layers)
-    configs = [with_layers(config, count) for count in few]
+    unlike = (
+        f"the layers of a {config.model_type} differ in a way that its layer_types do not tell, expected kinds that "
+        "repeat, so that few of them say nothing of all; measure it on the machine"
+    )
+    try:
+        configs = [with_layers(config, count) for count in few]
+    except Exception as error:  # its configuration lists something for each layer
+        raise UnplannableError(unlike) from error
     sizes = [sum(parameter.numel() for parameter in on_meta(each).parameters()) for each in configs]
     rest = (layers - few[1]) // period
 
@@ -162,10 +169,7 @@ def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, to
         return values[1] + (values[1] - values[0]) * periods * period // max(1, few[1] - few[0])
 
     if (layers - few[1]) % period or at(sizes, rest) != parameters:
-        raise UnplannableError(
-            f"the layers of a {config.model_type} differ in a way that its layer_types do not tell, expected kinds "
-            "that repeat, so that few of them say nothing of all; measure it on the machine"
-        )
+        raise UnplannableError(unlike)
     runs = [peaks_of(config, sequences, tokens, **how) for config in configs]
     whole = {stage: at([run[stage] for run in runs], rest) for stage in STAGES}
     one_left = 1 - few[1] // period

@@ -265,7 +265,7 @@ class ParameterState(Piece):
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam, or the first arrays of encoded ones.
         exp_avg_exponents, exp_avg_sq_exponents, master_low: the second arrays, with one dimension, of what is encoded.
-        may_be_array: whether a program has assigned memory to it that an array (numpy, DLPack) may have, uncounted.
+        arrays: those of its `TENSORS` that a program has assigned from memory that an array (numpy, DLPack) may have.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
@@ -305,7 +305,7 @@ class ParameterState(Piece):
         self.exp_avg_exponents: Tensor | None = None
         self.exp_avg_sq_exponents: Tensor | None = None
         self.master_low: Tensor | None = None
-        self.may_be_array = False
+        self.arrays: set[str] = set()
         self.wholes: dict[str, Tensor] = {}
         self._changed: weakref.WeakMethod[Callable[[ParameterState, Collection[str]], None]] | None = None
         self.cuts: tuple[Piece, ...] = ()
@@ -443,6 +443,7 @@ class ParameterState(Piece):
     def forget(self, key: str) -> None:
         """Have none of one of its `TENSORS`; what stood for it does so no longer."""
         self.shown.pop(key, None)
+        self.arrays.discard(key)
         self.put(dict.fromkeys((key, SECONDS[key]) if key in SECONDS else (key,)))
 
     def check_gradient(self, gradient: Tensor) -> None:

@@ -131,7 +131,7 @@ class Block:
 
 
 _accelerators = weakref.WeakSet["SimulatedAccelerator"]()
-gradient_handle.allocators.append(lambda address: any(address in each.blocks for each in _accelerators))
+gradient_handle.allocators.append(lambda address: any(address in each.blocks for each in [*_accelerators]))
 
 
 class SimulatedAccelerator:

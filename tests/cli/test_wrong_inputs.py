@@ -50,6 +50,8 @@ MODELS = {
     "words": ('{"model_type": "llama", "vocab_size": -1}', "Trying to create tensor with negative dimension -1: "),
     "experts": ('{"model_type": "llama", "num_experts": "many"}', "num_experts of ./experts is 'many', expected"),
     "window": ('{"model_type": "llama", "sliding_window": "8"}', "sliding_window of ./window is '8', expected"),
+    "unlike": ('{"model_type": "gemma4_text"}', "the layers of a gemma4_text differ in a way that its layer_types do"),
+    "values": ('{"model_type": "neomme"}', "a neomme cannot be planned"),
     "layers": ('{"model_type": "llama", "num_hidden_layers": 100000}', "has 100000 layers, expected 1 to 10000"),
 }
 """Folders' config.json that describe no model, and what is said of them."""

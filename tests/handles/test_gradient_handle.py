@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam.handles.gradient_handle import GradientHandle, is_exclusive, is_held, take_gradient, taken_of
-from superadam.handles.taken_gradient import TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 
 
 def bits(value: Any) -> Any:
@@ -823,6 +824,39 @@ def _sum_of(first: Tensor) -> tuple[nn.Parameter, Owner, TakenGradient]:
     taken.pending = taken.pending.to(torch.float32)
     taken.is_unrounded, taken.exact_dtype = True, taken.pending.dtype
     return parameter, owner, taken
+
+
+class Signalling(GradientHolder):
+    """A holder, and an event, in whose methods a signal comes."""
+
+    def unrounded(self, new: Tensor) -> Tensor:
+        signal.raise_signal(signal.SIGUSR1)
+        return new
+
+    def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return False
+
+    def synchronize(self) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("is_sum", [True, False])
+def test_a_handler_that_gives_back_runs_once_a_change_is_made(is_sum: bool) -> None:
+    parameter, _owner, taken = (_sum_of if is_sum else handle_for)(torch.ones(3, dtype=torch.bfloat16))
+    holder = Signalling()
+    if is_sum:
+        taken._holder = lambda: holder
+    else:
+        taken.arrived = holder
+    handled: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append(parameter.grad.data_ptr()))
+    try:
+        parameter.grad.add_(torch.ones(3, dtype=torch.bfloat16))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handled
+    assert parameter.grad.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,11 @@ def test_state_that_another_library_may_write_to_is_stepped_in_step_alone(twins:
     assert twins.train(3, lambda optimizer, _: buffers[twins.optimizers.index(optimizer)].mul_(0.5)) == 3
     assert bits(buffers[0]) == bits(buffers[1])
     assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+    for optimizer, model, buffer in zip(twins.optimizers, twins.models, buffers, strict=True):
+        optimizer.state[model[0]]["exp_avg"] = buffer.clone()
+    twins.train(1)
+    assert twins.train(2) == 4
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])

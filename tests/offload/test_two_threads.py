@@ -242,3 +242,19 @@ def test_gradients_that_another_thread_uses_during_backward(use: str, comes_firs
     expected = train(None, 0)
     for (name, device), seed in itertools.product(DEVICES.items(), range(4 + INTERLEAVINGS)):
         assert train(device, seed) == expected, f"{name} with seed {seed}"
+
+
+@pytest.mark.parametrize("use", sorted(USES.keys() - SETS - {"scale later"}))
+def test_what_uses_a_taken_gradient_waits_for_calls_of_the_optimizer(use: str) -> None:
+    model = mlp(torch.bfloat16, layers=1)
+    optimizer = adam(model)
+    model(batch(0, torch.bfloat16)).float().sum().backward()
+    optimizer.speculate()
+    parameter = next(model.parameters())
+    other = threading.Thread(target=USES[use], args=(parameter,), daemon=True)
+    with optimizer._binding.lock:
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+    other.join(60)
+    assert not other.is_alive()

@@ -9,6 +9,7 @@ import functools
 import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -84,7 +85,11 @@ def config_of(model: str) -> PreTrainedConfig:
             f"{what}, and not {where} ({reason}); name one of these, or put the model's config.json into a folder"
         ) from error
     for name in COUNTS:
-        if (value := getattr(config, name, None)) is not None and (type(value) is not int or value < 0):
+        value = None
+        with suppress(Exception):  # that it differs between layers
+            value = getattr(config, name, None)
+        each = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if not all(type(count) is int and count >= 0 for count in each):
             raise UnplannableError(f"{name} of {model} is {value!r}, expected a whole number; correct its config.json")
     if not 0 < (layers := getattr(config, "num_hidden_layers", 1)) <= MOST_LAYERS:
         raise UnplannableError(f"{model} has {layers} layers, expected 1 to {MOST_LAYERS}; correct its config.json")
