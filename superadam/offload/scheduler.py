@@ -173,7 +173,7 @@ class OffloadScheduler(GradientHolder):
         is_left = self._pipeline is None and self._bucketer.accumulation.sum_dtype is None
         if is_left or self._device.is_capturing():  # whose replays write to its memory, and call no hook
             return
-        with self._binding.lock:
+        with self._lock():
             if self._closed:  # meanwhile, by another thread
                 return
             self._check_process()
@@ -284,7 +284,7 @@ class OffloadScheduler(GradientHolder):
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        with self._binding.lock:
+        with self._lock():
             self._catch_up()
             return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
@@ -292,7 +292,7 @@ class OffloadScheduler(GradientHolder):
         self._transfers.computes_norms = self._device.has_link
 
     def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
-        with self._binding.lock:
+        with self._lock():
             return self._pipeline is not None and self._pipeline.add(total, taken.owner(), new)
 
     def _was_given_back(self, taken: TakenGradient) -> None:
@@ -321,7 +321,7 @@ class OffloadScheduler(GradientHolder):
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
             check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
-        with self._binding.lock:
+        with self._lock():
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes))
             self._apply_placement()
@@ -368,16 +368,16 @@ class OffloadScheduler(GradientHolder):
         """
         if dtype is not None:
             check_can_take(parameters_of(self.optimizer), "accumulate() got torch.float32")
-        with self._binding.lock:
+        with self._lock():
             self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            with self._binding.lock:
+            with self._lock():
                 self._take_waiting()
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""
-        with self._binding.lock:
+        with self._lock():
             self._catch_up()
             self.optimizer.commit()
             self._transfers.settle()
@@ -393,7 +393,7 @@ class OffloadScheduler(GradientHolder):
 
     def close(self) -> None:
         """Finish what is under way, give gradients back, and leave model and optimizer as without a scheduler."""
-        with self._binding.lock:
+        with self._lock():
             if self._closed:
                 return
             self._check_process()

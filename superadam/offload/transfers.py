@@ -274,8 +274,9 @@ class Transfers(NewValues):
 
     def _dtype_of(self, taken: TakenGradient) -> torch.dtype:
         """Return the dtype of a gradient that does not travel, rounded as if it had."""
-        is_narrowed = self.received is not None and not taken.is_unrounded
-        return dtype_on_link(taken.pending, self.transfer_dtype) if is_narrowed else taken.pending.dtype
+        if self.transfer_dtype is None or self.received is None or taken.is_unrounded:
+            return taken.pending.dtype
+        return dtype_on_link(taken.pending, self.transfer_dtype)
 
     # ---- new values --------------------------------------------------------------------------------------------------
 
