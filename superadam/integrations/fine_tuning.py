@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -155,13 +155,15 @@ def _words_of_file(path: Path) -> list[str]:
     if not isinstance(content, dict) or not isinstance(content.get("env", {}), dict):
         raise RefusedError(f"{path} holds no options, expected lines such as max_steps: 100; correct it")
 
-    def words() -> Iterator[str]:
+    def words() -> list[str]:
         os.environ.update({str(name): str(value) for name, value in content.pop("env", {}).items()})
+        found: list[str] = []
         for name, value in content.items():
             parts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-            yield from [f"--{name}", *map(str, parts)] if value is not None else []
+            found += [f"--{name}", *map(str, parts)] if value is not None else []
+        return found
 
-    return attempt(lambda: [*words()], f"the options in {path} cannot be used", "correct them")
+    return attempt(words, f"the options in {path} cannot be used", "correct them")
 
 
 def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, superadam: bool) -> None:
