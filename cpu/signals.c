@@ -1,4 +1,5 @@
-/* The Python module superadam.host._signals: sections of the main thread inside which no handler of a signal runs.
+/* The Python module superadam.host._signals: sections of the main thread in which no handler of a signal runs, nor the
+ * garbage collector.
  *
  * For that time `note` stands for each Python handler. It raises nothing, so that a section that has begun gets to its
  * end. Beginning and end are one call into C each: in there handlers run only inside PyErr_CheckSignals(), which
@@ -20,6 +21,7 @@ static PyObject *due;             /* a list of arguments: of the handlers that a
 static Py_ssize_t earlier;        /* of those, how many a section that is being left is still to call */
 static int depth;                 /* of sections inside one another, of which the outermost counts */
 static unsigned ended;            /* sections */
+static int collects;              /* whether Python's garbage collector, which runs finalizers, is to go on at the end */
 
 /* Makes the present exception the one to raise at the end; the one before becomes its context, as anywhere in Python.
  */
@@ -85,6 +87,9 @@ static PyObject *leave(PyObject *error, PyObject *handled)
         Py_DECREF(handler);
         Py_CLEAR(replaced[number]);
     }
+    if (collects)
+        PyGC_Enable();
+    collects = 0;
     while (PyList_Size(due) > first) {
         PyObject *arguments = Py_NewRef(PyList_GetItem(due, first));
         PyList_SetSlice(due, first, first + 1, NULL);
@@ -117,6 +122,7 @@ static PyObject *enter(PyObject *self, PyObject *nothing)
         unsigned before = ended - 1;
         while (before != ended && !error) { /* again where a handler's own section has put all back */
             before = ended;
+            collects |= PyGC_Disable();
             for (int number = 1; number < _NSIG && !error; number++)
                 if (!replaced[number])
                     replaced[number] = replace(number, NULL, note, &error);

@@ -1,26 +1,52 @@
-"""Defers signal handlers while something is changed that must be changed wholly or not at all.
+"""Defers signal handlers and finalizers while something is changed that must be changed wholly or not at all.
 
 Python runs handlers between any two instructions of the main thread, and a handler may raise, as that of Ctrl-C does. A
-signal whose default action ends the process is not deferred.
+signal whose default action ends the process is not deferred. The garbage collector runs finalizers in any thread.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from superadam.host import _signals
 
 _SECTION = _signals.Section()
-_NOTHING = nullcontext()
-os.register_at_fork(after_in_child=_signals.forget)  # what another thread forks inside would never get to the end
+_disabling: list[None] = []  # one for each other thread that is to enable the garbage collector again
+
+
+def _forget() -> None:
+    _signals.forget()
+    if _disabling:
+        _disabling.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_forget)  # what another thread forks inside would never get to the end
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    _disabling.append(None)
+    try:
+        yield
+    finally:
+        if _disabling:  # else in a child that was forked inside
+            _disabling.pop()
+        gc.enable()
 
 
 def deferred_signals() -> AbstractContextManager[None]:
     """Return a context inside which no handler runs; those that are due run at the end of the outermost one.
 
     All of them run, and the last exception is raised with the others as its context. Only the main thread runs
-    handlers, so that in other threads this does nothing.
+    handlers. Nor does the garbage collector run inside, in any thread, unless it is called.
     """
-    return _SECTION if threading.current_thread() is threading.main_thread() else _NOTHING
+    return _SECTION if threading.current_thread() is threading.main_thread() else _uncollected()

@@ -155,6 +155,7 @@ class OffloadScheduler(GradientHolder):
                         self._device, self._transfers, self._autotuner, self.statistics, self.trace
                     )
                     self._check_process = self._pipeline.worker.check_process
+                    self._binding._lock.worker = getattr(self._pipeline.worker, "_thread", None)
                 self._binding.attach(self, optimizer.param_groups)
                 # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
                 self._end = forks.finalize(self, _end, self._pipeline, owned_device)

@@ -31,7 +31,6 @@ from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.memory import has_memory
 from superadam.optim.arguments import is_flattened
-from superadam.optim.entry import Lock
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, pieces_of
@@ -110,10 +109,25 @@ class GradientSource(Protocol):
         """Called before each verdict; raises what has failed since the last one."""
 
 
-def _lock_of_process() -> Lock:
-    """Return what returns a reentrant lock of this process: another thread may have held its parent's at a fork."""
-    locks: dict[int, AbstractContextManager[object]] = {}
-    return lambda: locks.get(os.getpid()) or locks.setdefault(os.getpid(), threading.RLock())
+class LockOfProcess:
+    """Returns a reentrant lock of this process: another thread may have held its parent's at a fork.
+
+    Attributes:
+        worker: the thread of the scheduler's worker, for which others wait while they hold the lock.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[int, AbstractContextManager[object]] = {}
+        self.worker: threading.Thread | None = None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Return the lock; raises RuntimeError in the worker, where Python may run finalizers of a program."""
+        if threading.current_thread() is self.worker:
+            raise RuntimeError(
+                "a finalizer or a callback of the garbage collector has used an optimizer, or a gradient that was "
+                "taken, in the thread of the scheduler's worker, for which they wait; use them outside of finalizers"
+            )
+        return self._locks.get(os.getpid()) or self._locks.setdefault(os.getpid(), threading.RLock())
 
 
 class Binding(GradientHolder):
@@ -129,8 +143,10 @@ class Binding(GradientHolder):
         storage: how state is stored.
     """
 
+    _lock: LockOfProcess
+
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
-        self._lock = _lock_of_process()
+        self._lock = LockOfProcess()
         self.published = PublishedState(entries, self._lock)
         self.overlap: Overlap | None = None
         self.source: GradientSource | None = None

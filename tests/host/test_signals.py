@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import faulthandler
+import gc
 import mmap
 import operator
 import os
@@ -403,7 +404,19 @@ def test_an_action_of_the_system_stays_as_it_was():
         signal.siginterrupt(signal.SIGUSR1, True)
 
 
-def test_other_threads_have_nothing_to_defer():
+@pytest.mark.parametrize("by", ["this thread", "another"])
+def test_the_garbage_collector_runs_outside_alone(by):
+    run = operator.call if by == "this thread" else in_thread
+    for is_enabled in (True, False):
+        seen = []
+        (gc.enable if is_enabled else gc.disable)()
+        run(lambda seen=seen: in_section(lambda: in_section(lambda: seen.append(gc.isenabled()))))
+        seen.append(gc.isenabled())
+        gc.enable()
+        assert seen == [False, is_enabled]
+
+
+def test_other_threads_have_no_handlers_to_defer():
     seen = []
     in_thread(lambda: in_section(lambda: seen.append(signal.getsignal(signal.SIGINT))))
     assert seen == [signal.getsignal(signal.SIGINT)]
@@ -426,6 +439,7 @@ def check_a_child_that_is_forked_inside(by: Callable[[Callable[[], object]], obj
     codes = []
 
     def in_child():
+        assert gc.isenabled()
         handlers.check()
         assert not handlers.seen  # what came before the fork is the parent's
         for _ in range(2):
@@ -441,7 +455,8 @@ def check_a_child_that_is_forked_inside(by: Callable[[Callable[[], object]], obj
         assert handlers.seen == []
 
     with Handlers() as handlers:
+        in_thread(lambda: in_section(lambda: in_thread(lambda: codes.append(exit_code_of_child(in_child)))))
         with pytest.raises(PlantedError):
             in_section(lambda: in_section(fork_inside))
         assert handlers.seen == [signal.SIGTERM]
-    assert codes == [0]
+    assert codes == [0, 0]

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.overlap import DEVICES, adam, batch, mlp
+from support.overlap import DEVICES, ThreadDevice, adam, batch, mlp, train
 from support.programs import DEEP, frozen
-from support.visible import state_bits
+from support.visible import bits, state_bits
 from torch import Tensor
 
 import superadam
@@ -491,3 +491,65 @@ def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, 
         assert strike is interrupt or frozen(optimizer.state_dict()) in [frozen(state) for _, state in saved], at
         load(0)
         assert frozen(optimizer.state_dict()) == frozen(saved[0][1]), at
+
+
+# -- finalizers, which the garbage collector runs anywhere in any thread -----------------------------------------------
+
+FINALIZERS: dict[str, Callable[[Any, Any, Any], object]] = {
+    "norm": lambda model, optimizer, scheduler: [
+        float(p.grad.norm()) for p in model.parameters() if p.grad is not None
+    ],
+    "state": lambda model, optimizer, scheduler: optimizer.state_dict(),
+    "commit": lambda model, optimizer, scheduler: optimizer.commit(),
+    "synchronize": lambda model, optimizer, scheduler: scheduler and scheduler.synchronize(),
+    "close": lambda model, optimizer, scheduler: scheduler and scheduler.close(),
+}
+
+
+@contextlib.contextmanager
+def collecting(work: Callable[[], object], *, is_here: bool) -> Iterator[list[str]]:
+    """Run work as a finalizer, wherever an object is allocated, in this thread or in others; yield its errors."""
+    errors, here, turn, is_busy = list[str](), threading.get_ident(), itertools.count(), set[bool]()
+
+    def collected(phase: str, information: object) -> None:
+        if phase == "start" and not is_busy and (threading.get_ident() == here) == is_here and next(turn) % 3 == 0:
+            is_busy.add(True)
+            try:
+                work()
+            except RuntimeError as error:
+                errors.append(str(error))
+            finally:
+                is_busy.clear()
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1, 1, 1)
+    try:
+        yield errors
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+
+
+@pytest.mark.parametrize("where", ["none", "training", "worker"])
+@pytest.mark.parametrize("name", FINALIZERS)
+def test_finalizers_change_no_bit_and_do_not_hang(name: str, where: str) -> None:
+    """In the worker, for which they would wait, they are refused."""
+    runs = []
+    for is_looked_at in (False, True):
+        model = mlp(torch.bfloat16, width=8, layers=2)
+        optimizer: Any = adam(model)
+        scheduler: Any = None
+        if where != "none":
+            scheduler = OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=1)
+        work = functools.partial(FINALIZERS[name], model, optimizer, scheduler) if is_looked_at else bool
+        with collecting(work, is_here=where != "worker") as errors:
+            train(model, optimizer, range(3))
+        if where == "worker" and is_looked_at:
+            assert errors
+        assert all("in the thread of the scheduler's worker" in error for error in errors)
+        if scheduler is not None:
+            scheduler.close()
+        runs.append([[*map(bits, model.parameters())], [bits(v) for e in optimizer.state.values() for v in e.values()]])
+    assert gc.isenabled()
+    assert runs[0] == runs[1]
