@@ -271,6 +271,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _memory(handle)
         return _run(operation, args, kwargs)
     has_graph = written and torch.is_grad_enabled() and any(it.requires_grad for it in tensors_in((args, kwargs)))
+    has_graph = has_graph or torch_private.forward_level() >= 0  # or a tangent
     for handle in _handles_at(written, args, kwargs):
         given = _memory(handle)
         torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
@@ -530,12 +531,14 @@ def is_held(values: Any, key: Any, holders: int) -> bool:
 def is_exclusive(parameter: Any) -> bool:
     """Return whether only `.grad` refers to the gradient and its memory, not even the caller or weakly.
 
-    One with attributes of its own stays as well: they would be lost.
+    One with attributes of its own, or a part of larger memory, stays as well: they would be lost.
     """
     count = sys.getrefcount(parameter.grad)
     gradient = parameter.grad  # another thread may have replaced it
     is_strided = isinstance(gradient, Tensor) and gradient.layout is torch.strided
     if not is_strided or gradient.__dict__ or weakref.getweakrefcount(gradient) or is_uncounted(gradient):
+        return False
+    if gradient.nbytes != gradient.untyped_storage().nbytes():
         return False
     return all(map(operator.le, references(count, gradient), _OF_GRADIENT))
 
@@ -584,7 +587,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     else refers to it. One that counts unrounded has a handle already, and can be taken unless it is in use. The owner
     has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
     """
-    if missing:
+    if missing or torch_private.forward_level() >= 0:  # where it may have a tangent
         return None
     is_plain = type(parameter.grad) is Tensor
     known = None if is_plain else taken_of(parameter.grad)

@@ -68,6 +68,10 @@ may_graphs_survive_writes: Callable[[], bool] = functools.partial(
 )
 """Whether torch copies what graphs have saved before an operation writes to it; it sees no writes of kernels."""
 
+_find("autograd.forward_ad._current_level", -1)  # bound anew by each level
+forward_level: Callable[[], int] = functools.partial(getattr, torch.autograd.forward_ad, "_current_level", -1)
+"""Returns the level of forward-mode differentiation, in which tensors may have tangents; -1 outside of it."""
+
 without_transforms: Any = _find("_C._DisableFuncTorch", contextlib.nullcontext)
 """Lets operations inside work on ordinary tensors within a transform of torch.func."""
 without_fake_mode: Any = _find("_subclasses.fake_tensor.unset_fake_temporarily", contextlib.nullcontext)

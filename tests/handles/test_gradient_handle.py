@@ -23,6 +23,7 @@ from support.float_modes import flushed_denormals
 from support.handles import NotingHolder, Owner
 from support.optimizers import DTYPES, through_disk
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -609,6 +610,8 @@ UNFIT: dict[str, Callable[[], Tensor]] = {
     "of an array": lambda: torch.from_numpy(np.ones(3, np.float32)),
     "of another library": lambda: torch.from_dlpack(np.ones(3, np.float32)),
     "of a file": lambda: torch.from_file(__file__, size=3),
+    "with more memory before it": lambda: torch.ones(5)[2:].detach(),
+    "with more memory behind it": lambda: torch.ones(5)[:3].detach(),
     "of several processes": lambda: torch.ones(3).share_memory_(),
 }
 
@@ -632,6 +635,22 @@ def test_unfit_gradient_is_not_taken(kind: str) -> None:
     before = type(parameter.grad)
     assert take_gradient(parameter) is None
     assert type(parameter.grad) is before
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_tangents_of_gradients_are_as_without_a_scheduler(is_taken: bool) -> None:
+    """Of a backward in forward-mode differentiation, which adds to a gradient that was taken outside, or to none."""
+    parameter, owner, _ = handle_for(torch.ones(3))
+    if not is_taken:
+        parameter.grad = None
+    with forward_ad.dual_level():
+        for _ in range(2):
+            factor = forward_ad.make_dual(torch.full((3,), 2.0), torch.full((3,), 7.0))
+            (parameter * factor).sum().backward()
+        tangent = forward_ad.unpack_dual(parameter.grad).tangent
+        assert tangent.tolist() == [14.0 if is_taken else 7.0] * 3  # torch detaches the first one
+    assert parameter.grad.tolist() == [4.0 + is_taken] * 3
+    assert owner.parameter is parameter
 
 
 def test_a_sum_that_is_being_read_is_not_taken_again() -> None:
