@@ -197,6 +197,16 @@ def _() -> bool:
     return all(type(one) is Tensor and one.data_ptr() and not one.is_inference() for one in made)
 
 
+@relied_on("tells of levels, outside of which no tensor has a tangent", "autograd.forward_ad._current_level")
+def _() -> bool:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(1), torch.ones(1))
+        is_inside = torch_private.forward_level() == 0 and torch.autograd.forward_ad.unpack_dual(dual).tangent == 1
+    with torch.autograd.forward_ad.dual_level():
+        is_gone = torch.autograd.forward_ad.unpack_dual(dual).tangent is None
+    return is_inside and is_gone and torch_private.forward_level() == -1
+
+
 @relied_on(
     "tells of graphs that survive writes to what they have saved",
     "autograd.graph._allow_mutation_on_saved_tensors_enabled",

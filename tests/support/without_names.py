@@ -34,6 +34,7 @@ NEEDED_ALONE = (
     "utils._pytree.register_pytree_node",
     "autograd._profiler_enabled",
     "autograd.graph._allow_mutation_on_saved_tensors_enabled",
+    "autograd.forward_ad._current_level",
 )
 """Names that are not needed to take gradients, but by the optimizer itself, which does without each."""
 
