@@ -130,7 +130,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "misaligned": lambda values: torch.cat([values.flatten()[:1], values.flatten()])[1:].view_as(values),
 }
 GRADIENTS = {**LAYOUTS, "negated lazily": lambda values: torch._neg_view(-values), "under way": AsyncCollectiveTensor}
-NOT_TAKEN = ("sliced", "every other row", "negated lazily", "under way")
+NOT_TAKEN = ("sliced", "every other row", "misaligned", "negated lazily", "under way")
 
 
 def _alone(view: Tensor) -> Tensor:
