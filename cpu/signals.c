@@ -21,7 +21,7 @@ static PyObject *due;             /* a list of arguments: of the handlers that a
 static Py_ssize_t earlier;        /* of those, how many a section that is being left is still to call */
 static int depth;                 /* of sections inside one another, of which the outermost counts */
 static unsigned ended;            /* sections */
-static int collects;              /* whether Python's garbage collector, which runs finalizers, is to go on at the end */
+static int collects; /* whether Python's garbage collector, which runs finalizers, is to go on at the end */
 
 /* Makes the present exception the one to raise at the end; the one before becomes its context, as anywhere in Python.
  */
