@@ -455,8 +455,9 @@ def check_a_child_that_is_forked_inside(by: Callable[[Callable[[], object]], obj
         assert handlers.seen == []
 
     with Handlers() as handlers:
-        in_thread(lambda: in_section(lambda: in_thread(lambda: codes.append(exit_code_of_child(in_child)))))
+        if by is in_thread:  # and the section is that of another one
+            in_thread(lambda: in_section(lambda: by(lambda: codes.append(exit_code_of_child(in_child)))))
         with pytest.raises(PlantedError):
             in_section(lambda: in_section(fork_inside))
         assert handlers.seen == [signal.SIGTERM]
-    assert codes == [0, 0]
+    assert {*codes} == {0}
