@@ -174,8 +174,10 @@ def _keep(run: Run, parameter: Tensor, key: str, made: object) -> None:
     run.held.append(made)
 
 
-def _assign_through_dlpack(run: Run, parameter: Tensor, key: str, made: Any) -> None:
-    _assign(run, parameter, key, torch.from_dlpack(made))  # a storage of its own in the same memory
+def _assign_through_dlpack(run: Run, parameter: Tensor, key: str, made: Tensor) -> None:
+    """Assign another storage in the same memory, and hold that where no action moves or frees it, as none may."""
+    run.held.append([made])
+    _assign(run, parameter, key, torch.from_dlpack(made))
 
 
 def _put(new: Callable[[Tensor], object]) -> Do:
@@ -329,7 +331,7 @@ ACTIONS = [
     Action("put double and hold", _put_and_hold(torch.Tensor.double)),
     Action("put transposed and hold", _put_and_hold(_transposed)),
     Action("put rows of more and hold", _put_and_hold(lambda v: torch.cat([v, v])[: v.shape[0]])),
-    Action("put what another library has", _of_state(torch.clone, _keep, _assign_through_dlpack)),
+    Action("put what another library has", _of_state(torch.clone, _assign_through_dlpack)),
     Action("hold", _hold(lambda v: v)),
     Action("hold an alias", _hold(torch.Tensor.detach)),
     Action("hold .data", _hold(lambda v: v.data)),
