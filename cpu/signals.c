@@ -1,5 +1,4 @@
-/* The Python module superadam.host._signals: sections of the main thread in which no handler of a signal runs, nor the
- * garbage collector.
+/* The Python module superadam.host._signals: sections of the main thread inside which no handler of a signal runs.
  *
  * For that time `note` stands for each Python handler. It raises nothing, so that a section that has begun gets to its
  * end. Beginning and end are one call into C each: in there handlers run only inside PyErr_CheckSignals(), which
@@ -21,10 +20,9 @@ static PyObject *due;             /* a list of arguments: of the handlers that a
 static Py_ssize_t earlier;        /* of those, how many a section that is being left is still to call */
 static int depth;                 /* of sections inside one another, of which the outermost counts */
 static unsigned ended;            /* sections */
-static int collects; /* whether Python's garbage collector, which runs finalizers, is to go on at the end */
+static int paused, collects; /* sections of all threads; whether the garbage collector goes on after the last one */
 
-/* Makes the present exception the one to raise at the end; the one before becomes its context, as anywhere in Python.
- */
+/* Makes the present exception the one to raise at the end; the one before becomes its context, as in Python. */
 static void keep_error(PyObject **error)
 {
     PyObject *type, *traceback;
@@ -69,6 +67,17 @@ static PyObject *replace(int number, PyObject *from, PyObject *to, PyObject **er
     return NULL;
 }
 
+static PyObject *pause_collector(PyObject *self, PyObject *begins)
+{
+    (void)self;
+    if (!paused)
+        collects = PyGC_Disable();
+    paused += begins == Py_True ? 1 : -(paused > 0);
+    if (!paused && collects)
+        PyGC_Enable();
+    return PyLong_FromLong(paused);
+}
+
 /* Puts handlers back, calls those that are due, and raises what any of them has raised; `error` was raised before. */
 static PyObject *leave(PyObject *error, PyObject *handled)
 {
@@ -87,15 +96,12 @@ static PyObject *leave(PyObject *error, PyObject *handled)
         Py_DECREF(handler);
         Py_CLEAR(replaced[number]);
     }
-    if (collects)
-        PyGC_Enable();
-    collects = 0;
+    Py_XDECREF(pause_collector(NULL, Py_False));
     while (PyList_Size(due) > first) {
         PyObject *arguments = Py_NewRef(PyList_GetItem(due, first));
         PyList_SetSlice(due, first, first + 1, NULL);
         const int number = (int)PyLong_AsLong(PyTuple_GetItem(arguments, 0));
-        PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, numbers[number],
-                                                         NULL); /* the one that was called last may set it */
+        PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, numbers[number], NULL); /* as set by now */
         PyObject *result = handler && PyCallable_Check(handler) ? PyObject_CallObject(handler, arguments) : NULL;
         if (PyErr_Occurred())
             keep_error(&error);
@@ -120,9 +126,9 @@ static PyObject *enter(PyObject *self, PyObject *nothing)
         const Py_ssize_t size = PyList_Size(due);
         PyObject *error = NULL, *handled = PyErr_GetHandledException();
         unsigned before = ended - 1;
+        Py_XDECREF(pause_collector(NULL, Py_True));
         while (before != ended && !error) { /* again where a handler's own section has put all back */
             before = ended;
-            collects |= PyGC_Disable();
             for (int number = 1; number < _NSIG && !error; number++)
                 if (!replaced[number])
                     replaced[number] = replace(number, NULL, note, &error);
@@ -178,6 +184,7 @@ static PyType_Spec section_spec = {
 };
 
 static PyMethodDef functions[] = {
+    {"pause_collector", pause_collector, METH_O, "Begin or end a section of any thread; return how many there are."},
     {"forget", forget, METH_NOARGS, "End all sections, without the signals that came inside: in a forked child."},
     {NULL, NULL, 0, NULL},
 };

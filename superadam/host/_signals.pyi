@@ -6,5 +6,8 @@ class Section:
     def __enter__(self) -> None: ...
     def __exit__(self, *raised: object) -> None: ...
 
+def pause_collector(begins: bool, /) -> int:
+    """Begin or end a section of any thread; return how many there are."""
+
 def forget() -> None:
     """End all sections, without the signals that came inside: in a forked child."""

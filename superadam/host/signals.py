@@ -6,7 +6,6 @@ signal whose default action ends the process is not deferred. The garbage collec
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -15,32 +14,24 @@ from contextlib import AbstractContextManager, contextmanager
 from superadam.host import _signals
 
 _SECTION = _signals.Section()
-_disabling: list[None] = []  # one for each other thread that is to enable the garbage collector again
 
 
 def _forget() -> None:
     _signals.forget()
-    if _disabling:
-        _disabling.clear()
-        gc.enable()
+    while _signals.pause_collector(False):
+        pass
 
 
 os.register_at_fork(after_in_child=_forget)  # what another thread forks inside would never get to the end
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    _disabling.append(None)
+def _without_finalizers() -> Iterator[None]:
+    _signals.pause_collector(True)
     try:
         yield
     finally:
-        if _disabling:  # else in a child that was forked inside
-            _disabling.pop()
-        gc.enable()
+        _signals.pause_collector(False)
 
 
 def deferred_signals() -> AbstractContextManager[None]:
@@ -49,4 +40,4 @@ def deferred_signals() -> AbstractContextManager[None]:
     All of them run, and the last exception is raised with the others as its context. Only the main thread runs
     handlers. Nor does the garbage collector run inside, in any thread, unless it is called.
     """
-    return _SECTION if threading.current_thread() is threading.main_thread() else _uncollected()
+    return _SECTION if threading.current_thread() is threading.main_thread() else _without_finalizers()

@@ -416,6 +416,26 @@ def test_the_garbage_collector_runs_outside_alone(by):
         assert seen == [False, is_enabled]
 
 
+@pytest.mark.parametrize("ends_first", ["this thread", "another"])
+def test_the_garbage_collector_waits_for_the_sections_of_all_threads(ends_first):
+    began, may_end, seen = threading.Event(), threading.Event(), []
+    other = threading.Thread(target=lambda: in_section(lambda: (began.set(), may_end.wait(60))))
+
+    def meet():
+        other.start()
+        began.wait(60)
+        if ends_first == "another":
+            may_end.set()
+            other.join()
+        seen.append(gc.isenabled())
+
+    in_section(meet)
+    seen.append(gc.isenabled())
+    may_end.set()
+    other.join()
+    assert [*seen, gc.isenabled()] == [False, ends_first == "another", True]
+
+
 def test_other_threads_have_no_handlers_to_defer():
     seen = []
     in_thread(lambda: in_section(lambda: seen.append(signal.getsignal(signal.SIGINT))))
