@@ -270,7 +270,7 @@ def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_reco
         getattr(module.Event.return_value, name).side_effect = lambda name=name: entered.append((name, module.entered))
     module.entered = 3
     monkeypatch.setattr(torch.accelerator, "current_accelerator", functools.partial(torch.device, kind))
-    monkeypatch.setattr(torch, kind, module)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     device = PlainDevice()
     assert device.mark_ready(PARAMETER) is None  # recording would make a context
     module.is_initialized.return_value = True
