@@ -60,6 +60,11 @@ def places_of(tensors: Sequence[Tensor | None]) -> Places:
     return places
 
 
+def address_of(tensor: Tensor) -> int:
+    """Return where a tensor lies now."""
+    return int(places_of([tensor])[0, ADDRESS])
+
+
 def compare(tensors: Sequence[Tensor | None], before: Places) -> tuple[list[int], npt.NDArray[np.int64], int]:
     """Return which tensors have other memory or another layout; the versions of all; and how many of those are new."""
     if _looks is None:

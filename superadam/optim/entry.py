@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import torch_private
+from superadam.kernels.places import address_of
 from superadam.state import compact
 from superadam.state.parameter import SECONDS, ParameterState, flat
 
@@ -78,11 +79,13 @@ class Entry(dict[str, Any]):
 
     Attributes:
         lock: returns the lock of the optimizer whose steps write to what is encoded.
+        decoded: tensors that were read since they were last compared with a state, what stood for them, and addresses.
     """
 
     def __init__(self, values: Mapping[str, Any], lock: Lock = nullcontext) -> None:
         super().__init__(values)
         self.lock = lock
+        self.decoded: dict[str, tuple[Tensor, Encoded, int]] = {}
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -90,7 +93,8 @@ class Entry(dict[str, Any]):
             with self.lock():
                 value = super().__getitem__(key)  # another thread may have read it
                 if isinstance(value, Encoded):
-                    value = value.decoded()
+                    encoded, value = value, value.decoded()
+                    self.decoded[key] = value, encoded, address_of(value)
                     super().__setitem__(key, value)
         return value
 

@@ -20,6 +20,7 @@ from superadam.distributed import shards
 from superadam.handles.gradient_handle import is_held, is_uncounted
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
+from superadam.kernels.places import address_of
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
 from superadam.state.parameter import TENSORS, ParameterState
@@ -158,6 +159,7 @@ class PublishedState:
         is_new, master = False, state.master
         if isinstance(entry, Entry):
             entry.lock = self._lock  # from loading, or of another optimizer
+        was_read = _was_read_from(state, "master", entry)
         for key, value in raw(entry).items():
             if isinstance(value, Encoded):
                 if state.take_encoded(key, value.encoding, value.arrays):
@@ -184,13 +186,24 @@ class PublishedState:
             if state.is_distributed:
                 plain = [key for key in TENSORS if kept.get(key) is not None and kept[key] is getattr(state, key)]
                 state.wholes = {key: entry[key] for key in plain}
-            if state.master is not master or "master" in moved:
+            if ("master" in {*new, *moved} and not was_read) or state.master is not master:
                 table.fingerprints.distrust(state.row)
         if is_stale and "master" in entry:
             del entry["master"]  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
         table.steps[state.row] = step
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
+        if isinstance(entry, Entry):
+            entry.decoded.clear()
+
+
+def _was_read_from(state: ParameterState, key: str, entry: dict[str, Any]) -> bool:
+    """Whether an entry has a tensor that was decoded from this state, so that only its values may be others."""
+    if not isinstance(entry, Entry) or key not in entry.decoded:
+        return False
+    value, encoded, address = entry.decoded[key]
+    is_same = value is raw(entry).get(key) and address_of(value) == address
+    return is_same and encoded.arrays[0] is getattr(state, key)
 
 
 def _is_new(value: Any, state: ParameterState, key: str, moved: Collection[str]) -> bool:

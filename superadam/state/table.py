@@ -138,11 +138,12 @@ class ParameterTable:
         places = places_of(tensors)
         for name, tensor, place in zip(names, tensors, places, strict=True):
             position = len(ARRAYS) * state.row + ARRAYS.index(name)
+            is_other = self._arrays[position] is not tensor or self._places[position, ADDRESS] != place[ADDRESS]
             self._arrays[position], self._places[position] = tensor, place
+            if is_other and name == "master":
+                self.remember_master(state)
             if name != "master" or not state.is_own_master:  # which the parameter is
                 self._point(state, name, tensor)
-        if "master" in names:
-            self.remember_master(state)
 
     def _point_at_parameter(self, state: ParameterState, *, is_there: bool = True) -> None:
         name = "master" if state.is_own_master else "out"

@@ -412,6 +412,44 @@ def test_a_master_and_a_parameter_that_are_written_to_show_it_to_each_other() ->
     assert held["state"][0]["master"].eq(8.0).all()
 
 
+WRITES: dict[str, tuple[Callable[[dict[str, Any], Tensor], object], float]] = {
+    "write": (lambda entry, new: entry["master"].copy_(new), 2.0),
+    "assign": (lambda entry, new: entry.update(master=new), 1.0),
+    "assign, then write": (lambda entry, new: [entry.update(master=new), new.add_(0)], 1.0),
+    "assign another dtype": (lambda entry, new: entry.update(master=new.bfloat16()), 1.0),
+    "new .data": (lambda entry, new: setattr(entry["master"], "data", new), 1.0),
+}
+"""How a program gives a parameter of 1.0 a master of 2.0, and which of them counts."""
+CALLS: dict[str, Callable[[SpeculativeCPUAdamW], object]] = {
+    "speculate": SpeculativeCPUAdamW.speculate,
+    "state": lambda optimizer: optimizer.state,
+    "state dict": SpeculativeCPUAdamW.state_dict,
+    "resolve": SpeculativeCPUAdamW.resolve,
+    "commit": SpeculativeCPUAdamW.commit,
+}
+
+
+@pytest.mark.parametrize("storage", [("fp32", "fp32"), ("fp32", "24bit"), ("8bit", "fp32"), ("8bit", "24bit")], ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_master_that_is_written_to_counts_and_one_that_is_assigned_only_as_the_parameter_rounds(
+    write: str, storage: tuple[str, str]
+) -> None:
+    """However the state is stored, whatever is held of it, and whoever looks before the step."""
+    change, expected = WRITES[write]
+    for calls in [(), *itertools.product(CALLS, repeat=2)]:
+        for is_held in (False, True):
+            parameter, optimizer = one(moments=storage[0], master=storage[1])
+            step(optimizer, parameter, 1.0)
+            held = optimizer.state[parameter]["exp_avg_sq"].untyped_storage() if is_held else None
+            step(optimizer, parameter, 1.0)
+            change(optimizer.state[parameter], torch.full((64, 64), 2.0))
+            parameter.grad = torch.ones_like(parameter)
+            for call in calls:
+                CALLS[call](optimizer)
+            optimizer.step()
+            assert parameter.eq(expected).all(), (calls, held)
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize, torch.vmap])
 def test_state_that_is_read_in_a_transform_is_ordinary(transform: Callable[..., Any]) -> None:
     parameter, optimizer = one(moments="8bit")
