@@ -159,7 +159,6 @@ class PublishedState:
         is_new, master = False, state.master
         if isinstance(entry, Entry):
             entry.lock = self._lock  # from loading, or of another optimizer
-        was_read = _was_read_from(state, "master", entry)
         for key, value in raw(entry).items():
             if isinstance(value, Encoded):
                 if state.take_encoded(key, value.encoding, value.arrays):
@@ -186,7 +185,7 @@ class PublishedState:
             if state.is_distributed:
                 plain = [key for key in TENSORS if kept.get(key) is not None and kept[key] is getattr(state, key)]
                 state.wholes = {key: entry[key] for key in plain}
-            if ("master" in {*new, *moved} and not was_read) or state.master is not master:
+            if state.master is not master or "master" in moved:
                 table.fingerprints.distrust(state.row)
         if is_stale and "master" in entry:
             del entry["master"]  # from when the parameter had another dtype, device, layout or shape
@@ -222,7 +221,7 @@ def _store(entry: dict[str, Any], key: str, value: Tensor | None, state: Paramet
             state.arrays.add(key)
         state.put({key: value})
     else:
-        is_changed = state.store(key, value)
+        is_changed = state.store(key, value, in_place=_was_read_from(state, key, entry))
         state.shown[key] = raw(entry)[key]
         if is_changed:
             _show(entry, key, state)

@@ -387,18 +387,20 @@ class ParameterState(Piece):
         """Write what is encoded into a tensor in the layout of the state."""
         compact.decode(self.encodings[key], flat(getattr(self, key)), getattr(self, SECONDS[key]), flat(values))
 
-    def store(self, key: str, values: Tensor) -> bool:
-        """Store a copy of values in the dtype and layout of the state, to nearest; return whether a bit changed."""
+    def store(self, key: str, values: Tensor, *, in_place: bool = False) -> bool:
+        """Store a copy of values in the dtype and layout of the state, to nearest; return whether a bit changed.
+
+        What is encoded is stored `in_place`, or in new arrays where a program may have put the old ones elsewhere.
+        """
         if key not in self.encodings:
             self.put({key: self.host_copy(values, self.dtype_of(key))})
             return True
         values = flat(values.detach() if self.has_layout(values) else self.host_copy(values, values.dtype))
-        first: Tensor | None = getattr(self, key)
-        arrays = self.zeros(key) if first is None else {name: getattr(self, name) for name in (key, SECONDS[key])}
+        arrays = {name: getattr(self, name) for name in (key, SECONDS[key])} if in_place else self.zeros(key)
         is_changed = compact.encode(self.encodings[key], values, *map(flat, arrays.values()))
-        if first is None:
+        if not in_place:
             self.put(arrays)
-        return is_changed or first is None
+        return is_changed or not in_place
 
     @torch.no_grad()
     def adopt(self, key: str, values: Tensor) -> bool:
@@ -407,7 +409,7 @@ class ParameterState(Piece):
         So what has fewer bits than the state, and was not written to, changes nothing.
         """
         if values.dtype == self.dtype_of(key) and key in self.encodings:
-            return self.store(key, values)
+            return self.store(key, values, in_place=True)
         stored = self.values_of(key)
         assert stored is not None
         given = values.detach().cpu().resolve_neg()
@@ -417,7 +419,7 @@ class ParameterState(Piece):
         with torch_private.inference_mode(stored.is_inference()):  # where alone such a tensor can be written
             stored[where] = given[where].to(stored.dtype)
             if key in self.encodings:
-                self.store(key, stored)
+                self.store(key, stored, in_place=True)
         return True
 
     def show(self, key: str, shown: Tensor) -> None:

@@ -381,20 +381,23 @@ def test_state_that_is_taken_out_and_put_back_counts_again(gradient: float | Non
     assert optimizer.state[parameter]["step"] == 2
 
 
+@pytest.mark.parametrize("decoded", [(), (0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("of_another_optimizer", [False, True])
-def test_parameters_exchange_their_states(of_another_optimizer: bool) -> None:
+def test_parameters_exchange_their_states(of_another_optimizer: bool, decoded: tuple[int, ...]) -> None:
     parameters = [nn.Parameter(torch.ones(2, 64)) for _ in range(2)]
     old, other = (SpeculativeCPUAdamW(parameters, lr=0.0, betas=(0.5, 0.5), moments="8bit") for _ in range(2))
     new = other if of_another_optimizer else old
     for value, one in enumerate(parameters, 1):
         one.grad = torch.full_like(one, value)
     old.step()
-    states = [old.state.pop(parameter) for parameter in parameters]
+    held = [old.state[parameters[position]]["exp_avg"] for position in decoded]
+    taken_from, given_to = old.state, new.state  # reading either would notice what is missing
+    states = [taken_from.pop(parameter) for parameter in parameters]
     for one, state in zip(parameters, states[::-1], strict=True):
-        new.state[one] = state
+        given_to[one] = state
         one.grad = torch.zeros_like(one)
     new.step()
-    assert [new.state[parameter]["exp_avg"].max().item() for parameter in parameters] == [0.5, 0.25]
+    assert [new.state[parameter]["exp_avg"].max().item() for parameter in parameters] == [0.5, 0.25], held
 
 
 def test_a_master_and_a_parameter_that_are_written_to_show_it_to_each_other() -> None:

@@ -47,7 +47,7 @@ class Run:
         self.setting = setting
         self.held: list[Any] = []
         self.actions: list[tuple[int, str, Action, str, str]] = []
-        for _ in range(draw.randint(1, 3)):
+        for _ in range(draw.randint(1, 8)):
             name, where = draw.choice("abc"), (draw.randrange(1, STEPS), draw.choice(MOMENTS))
             keys = ["exp_avg", "exp_avg_sq"]  # which parameters have masters depends on the device
             keys += ["master"] if self.model[name].dtype.itemsize == 2 else []
@@ -195,6 +195,11 @@ def _put_and_hold(new: Callable[[Tensor], Tensor]) -> Do:
 def _of_entry(change: Callable[[Run, Tensor, Any], object]) -> Do:
     """Return what changes the entry of a parameter that has one."""
     return lambda run, p, key: p in run.optimizer.state and change(run, p, run.optimizer.state[p])
+
+
+def _pickle(run: Run, parameter: Tensor, entry: dict[str, Any]) -> None:
+    if all(map(has_memory, entry.values())):  # torch would pickle what is not there
+        run.optimizer.state[parameter] = pickle.loads(pickle.dumps(entry))
 
 
 def _to_held(change: Callable[[Tensor], object]) -> Do:
@@ -349,7 +354,7 @@ ACTIONS = [
     Action("delete", lambda run, p, key: run.optimizer.state.pop(p, None)),
     Action("clear", lambda run, p, key: run.optimizer.state.clear()),
     Action("exchange", _exchange),
-    Action("pickled", _of_entry(lambda run, p, e: run.optimizer.state.update({p: pickle.loads(pickle.dumps(e))}))),
+    Action("pickled", _of_entry(_pickle)),
     Action("write the count", _of_entry(lambda run, p, entry: entry["step"].fill_(7))),
     Action("put a count", _of_entry(_put_count)),
     Action("free the count", _of_entry(lambda run, p, entry: entry["step"].untyped_storage().resize_(0))),
