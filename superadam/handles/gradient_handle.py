@@ -113,6 +113,10 @@ class GradientHandle(torch.Tensor):
             if new.taken is self.taken:  # as `module.to()` does where nothing changes
                 return
             new = _memory(new)
+        if self.taken.given is not None and not self.is_alias:  # then this and what is in `.grad` are one tensor
+            self.taken.given.data = new
+            _set_memory(self, new)
+            return
         parameter = self.taken.parameter
         given = _set_memory(self, new)
         continue_version(given, self)

@@ -228,6 +228,15 @@ def _aliases_of_replaced_data(parameter: Any) -> list[Tensor]:
     return [same, alias, kept]
 
 
+def _data_of_what_was_written_to(parameter: Any) -> list[Tensor]:
+    held, other = parameter.grad, nn.Parameter(torch.ones_like(parameter))
+    other.grad = held
+    held.add_(1)
+    held.data = torch.ones_like(parameter).detach()
+    held.mul_(2)
+    return [held, other.grad]
+
+
 def _versions_of_others(parameter: Any) -> list[Any]:
     """Return what graphs and the optimizer know of writes."""
     others = [torch.ones_like(parameter, requires_grad=False) for _ in range(4)]
@@ -389,6 +398,7 @@ WRITTEN: dict[str, Operation] = {
     "in one of another dtype": lambda p, held: _in_a_parameter_that_differs(p, p.shape, torch.float8_e5m2),
     "alias with other data": lambda p, held: _alias_with_data(p),
     "aliases of replaced data": lambda p, held: _aliases_of_replaced_data(p),
+    "data of what was written to": lambda p, held: _data_of_what_was_written_to(p),
     "write that no schema tells": lambda p, held: torch.ops.superadam_hides.write(p.grad),
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
     "others in lists": lambda p, held: _versions_of_others(p),
