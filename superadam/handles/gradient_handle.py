@@ -464,7 +464,8 @@ _LAZY: dict[Any, Callable[..., Any]] = {
 }
 for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
     _of_one = getattr(aten, _kind.value)
-    for _operation in (_of_one.Tensor, _of_one.Scalar, *torch_private.foreach_products[_kind.value].values()):
+    # Not `_of_one.Scalar`, which C++ calls with a number, where Python calls `Tensor`: torch rounds otherwise there.
+    for _operation in (_of_one.Tensor, *torch_private.foreach_products[_kind.value].values()):
         _LAZY[_operation] = functools.partial(_scale, _kind)
 
 # -- taking ------------------------------------------------------------------------------------------------------------

@@ -355,6 +355,8 @@ WRITTEN: dict[str, Operation] = {
     "**=": lambda p, held: _inplace(p, operator.ipow, 2),
     "+= in place of itself": lambda p, held: _inplace(p, operator.iadd, p.grad),
     "mul itself": lambda p, held: _returns(p.grad, lambda g: g.mul_(g)),
+    "mul, as C++ does": lambda p, held: _returns(p.grad, lambda g: torch.ops.aten.mul_.Scalar(g, 0.37)),
+    "div, as C++ does": lambda p, held: _returns(p.grad, lambda g: torch.ops.aten.div_.Scalar(g, 3.0)),
     "mul full": lambda p, held: _returns(p.grad, lambda g: g.mul_(torch.ones_like(p))),
     "mul one element": lambda p, held: _returns(p.grad, lambda g: g.mul_(_own(p, 0.5).view(1))),
     "clip value": lambda p, held: clip_grad_value_([p], 0.5),
