@@ -103,6 +103,11 @@ class GradientHandle(torch.Tensor):
     # -- what never reaches the dispatcher -----------------------------------------------------------------------------
 
     @property
+    def given(self) -> Any:
+        """The ordinary tensor that this forwards to, once the gradient was given back; None before."""
+        return self.taken.alias if self.is_alias else self.taken.given
+
+    @property
     def data(self) -> Tensor:
         """As in torch: an alias without history."""
         return _memory(self).data if self.taken.given is not None else GradientHandle(self.taken, is_alias=True)
@@ -121,7 +126,7 @@ class GradientHandle(torch.Tensor):
         given = _set_memory(self, new)
         continue_version(given, self)
         self.taken = TakenGradient(given)
-        self.taken.given = given
+        self.taken.forward_to(given)
         if parameter is not None and parameter.grad is self:
             with suppress(RuntimeError):  # the parameter has another dtype or shape: the handle forwards
                 parameter.grad = given
@@ -171,10 +176,8 @@ def _value_of(handle: GradientHandle) -> Tensor:
 @_ordinarily
 def _memory(handle: GradientHandle) -> Tensor:
     """Give the gradient back and return the ordinary tensor, whose memory becomes the handle's, too."""
-    taken = handle.taken
-    given = taken.give_back()
-    if handle.is_alias and taken.alias is not None:
-        given = taken.alias
+    handle.taken.give_back()
+    given: Tensor = handle.given
     if not handle.has_memory:
         _set_memory(handle, given)
     return given

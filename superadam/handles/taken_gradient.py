@@ -389,7 +389,7 @@ class TakenGradient:
             with torch_private.inference_mode(False):  # inference tensors have no version counters
                 value = self.value()
                 given = self._copy_of(value, self.dtype) if value is self.pending else value
-                self._forward_to(given)
+                self.forward_to(given)
             parameter: Any = self.parameter
             gradient: Any = getattr(parameter, "grad", None)
             local: Any = shards.local_of(gradient)
@@ -397,21 +397,21 @@ class TakenGradient:
                 with suppress(RuntimeError):
                     continue_version(given, local)
                 with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
-                    kept = self.alias if local.is_alias else given  # what the handle forwards to
                     if local is not gradient:
-                        torch_private.set_dtensor_part(gradient, kept)
+                        torch_private.set_dtensor_part(gradient, local.given)
                     elif parameter.grad is gradient:  # no other thread runs before the next line
-                        parameter.grad = kept
+                        parameter.grad = local.given
             self.holder._was_given_back(self)
             return given
 
     def stay(self) -> Tensor:
         """Leave the gradient where something else refers to it, and return it: handles forward to it."""
         gradient = self.pending
-        self._forward_to(gradient)
+        self.forward_to(gradient)
         return gradient
 
-    def _forward_to(self, given: Tensor) -> None:
+    def forward_to(self, given: Tensor) -> None:
+        """Let handles have the memory of an ordinary tensor from now on."""
         self.given = given
         self.alias = self.pending = given.detach()
         self.factors, self._flat, self._joined = (), None, None

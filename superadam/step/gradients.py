@@ -86,5 +86,5 @@ def _meant(
             if received is not None and not taken.is_unrounded:  # else it is as it travels
                 taken.pending = received(state.host_gradient(taken.ready()))
             return taken
-        gradient = taken.given
+        gradient = gradient.given
     return state.host_gradient(gradient if received is None else received(gradient))

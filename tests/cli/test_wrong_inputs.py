@@ -15,7 +15,7 @@ from superadam.kernels import native
 FILES = {
     "": "is no JSON: line 1",
     '{"bf16": {"enabled": true}': "is no JSON: line 1",
-    '{"bf16": {},\n}': "is no JSON: line 2",
+    '{"bf16": {},\n"fp16" {}}': "is no JSON: line 2",
     "[" * 100_000: "is nested too deeply, expected a configuration",
     f'{{"steps_per_print": {"1" * 5000}}}': "has a number of thousands of digits, expected one that DeepSpeed has",
     "[1]": "holds a list, expected an object",
