@@ -578,7 +578,12 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
                 parts[position] = taken.pending
             elif type(local) is Tensor:  # nothing else is taken
                 parts[position] = local
-    ours = Counter(storage_key(part.untyped_storage()) for part in parts.values())
+    ours: Counter[int] = Counter()
+    ends: dict[int, int] = {}  # addresses, by storage
+    for part in sorted(parts.values(), key=Tensor.data_ptr):
+        key = storage_key(part.untyped_storage())
+        is_apart = part.data_ptr() >= ends.get(key, 0)  # else the program has given one gradient to two parameters
+        ours[key], ends[key] = ours[key] + is_apart, part.data_ptr() + part.nbytes
 
     def is_shared(part: Tensor) -> bool:
         _, _, in_python, in_torch = references(0, part)

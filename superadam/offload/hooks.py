@@ -80,7 +80,7 @@ class ReducedGroups:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Tensor] = []
+        self._waiting: dict[int, Tensor] = {}  # each once, by its id, however often it was accumulated
         self._made: dict[int, Event | None] = {}  # of the latest gradient of each, by the parameter's id
         self._buffer: int | None = None  # of the group that waits
 
@@ -95,12 +95,12 @@ class ReducedGroups:
         buffer = storage_key(shards.local_of(gradient).untyped_storage())
         complete = self.rest() if buffer != self._buffer else []
         self._buffer = buffer
-        self._waiting.append(parameter)
+        self._waiting[id(parameter)] = parameter
         return complete
 
     def rest(self) -> list[Marked]:
         """Return those that waited, but for those whose gradients lie in memory that is referenced elsewhere."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = [*self._waiting.values()], {}
         shared = shared_memory(waiting)
         free = [parameter for position, parameter in enumerate(waiting) if position not in shared]
         return [(parameter, self._made[id(parameter)]) for parameter in free]
