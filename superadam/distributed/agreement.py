@@ -192,8 +192,7 @@ class Ranks:
             )
 
     def _words(self, question: Question) -> _Words:
-        self.number += 1
-        return _Words(_MAGIC, question, self.number, self._described_as, 2.0 if self.is_behind else 0.0)
+        return _Words(_MAGIC, question, self.number + 1, self._described_as, 2.0 if self.is_behind else 0.0)
 
     def _exchange(self, mine: _Words) -> list[_Words]:
         """Return the words of each rank, in the order of `members`."""
@@ -202,12 +201,13 @@ class Ranks:
         room = [0.0] * (-(-(1 + len(self._copies)) // _PADDING) * _PADDING)
         sums = [*mine.sums, *room][: len(room)]
         sent = torch.tensor([*mine[:-1], *sums], dtype=torch.float64, device=self._device_type)
-        received = [torch.empty_like(sent) for _ in self.members]
+        received = sent.new_empty(len(self.members), len(sent))
+        self.number = int(mine.number)  # from here on others cannot be told of an error, and none is expected
         try:
-            dist.all_gather(received, sent, group=self._group)
+            dist.all_gather([*received], sent, group=self._group)
         except (RuntimeError, ValueError) as error:
             raise self._no_agreement(error) from error
-        rows: list[list[float]] = torch.stack(received).tolist()
+        rows: list[list[float]] = received.tolist()
         fixed = len(mine) - 1
         return [_Words(*words[:fixed])._replace(sums=words[fixed:]) for words in rows]
 

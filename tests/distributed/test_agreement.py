@@ -20,6 +20,7 @@ from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.distributed.agreement import Question, Ranks
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
 from superadam.state.parameter import ParameterState
+from superadam.state.table import ParameterTable
 
 
 def cut(*shape: int, mesh: Any = None, placements: Any = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -172,6 +173,22 @@ def test_an_error_on_one_rank(rank, call, is_bound):
         optimizer.step()
         assert seen(parameter) != before
         assert optimizer.last_outcome.grad_norm == 2.0
+
+
+@on_ranks(2)
+def test_an_error_of_a_rank_that_is_about_to_ask_is_told(rank):
+    optimizer = SpeculativeCPUAdamW([parameter := cut(4)])
+    optimizer.step()
+    before = seen(parameter)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(ParameterTable, "each_chunk", Mock(side_effect=MemoryError("planted")))
+            raises(MemoryError, "planted", optimizer.step)
+        else:
+            raises(RuntimeError, r"^step\(\) failed on ranks \[1\]", optimizer.step)
+    assert seen(parameter) == before
+    optimizer.step()
+    assert optimizer.last_outcome.grad_norm == 2.0
 
 
 @on_ranks(3)
