@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -46,11 +47,15 @@ class _Words(NamedTuple):
     magic: float
     question: float
     number: float  # of questions before
+    described_as: float  # by which ranks know the optimizer; 0 before they have described it
     failed: float = 0.0  # 1: the rank has an error to raise, 2: it missed a step; then the rest means nothing
     limit: float = math.inf  # of the norm; inf for none
     is_new: float = 0.0  # 1: the rank has parameters that it has not described
     nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
     sums: Any = ()  # of squares: of elements that this rank alone counts, then one for each `_Copies`
+
+
+_exchanges = itertools.count(1)  # of descriptions on this rank: the number of the first rank's is that of all
 
 
 class Description(NamedTuple):
@@ -82,6 +87,7 @@ class Ranks:
         self.described: list[Description] = []  # the parameters on this rank, which others learn with the next question
         self._group, self._device_type = group, device_type
         self._exchanged: list[Description] = []
+        self._described_as = 0
         self._copies: dict[_Copies, float] = {}  # by which part of them sums may differ
         self._classes: list[int] = []
 
@@ -136,10 +142,12 @@ class Ranks:
         """
         every: list[Any] = [None] * len(self.members)
         try:
-            dist.all_gather_object(every, self.described, group=self._group)
+            dist.all_gather_object(every, (next(_exchanges), self.described), group=self._group)
         except (RuntimeError, ValueError) as error:
             raise self._no_agreement(error) from error
-        by_rank: dict[int, list[Description]] = dict(zip(self.members, every, strict=True))
+        by_rank: dict[int, list[Description]] = {
+            rank: described for rank, (_, described) in zip(self.members, every, strict=True)
+        }
         holders: dict[str, dict[Description, set[int]]] = {}
         for rank, described in by_rank.items():
             for parameter in described:
@@ -167,7 +175,7 @@ class Ranks:
             _REPLICA if parameter.part is None else classes.get(parameter.name, _COUNTED)
             for parameter in self.described
         ]
-        self._exchanged = self.described
+        self._exchanged, self._described_as = self.described, every[0][0]
 
     def tell_failure(self, question: Question) -> None:
         """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
@@ -184,8 +192,7 @@ class Ranks:
             )
 
     def _words(self, question: Question) -> _Words:
-        self.number += 1
-        return _Words(_MAGIC, float(question), float(self.number), 2.0 if self.is_behind else 0.0)
+        return _Words(_MAGIC, question, self.number + 1, self._described_as, 2.0 if self.is_behind else 0.0)
 
     def _exchange(self, mine: _Words) -> list[_Words]:
         """Return the words of each rank, in the order of `members`."""
@@ -194,12 +201,13 @@ class Ranks:
         room = [0.0] * (-(-(1 + len(self._copies)) // _PADDING) * _PADDING)
         sums = [*mine.sums, *room][: len(room)]
         sent = torch.tensor([*mine[:-1], *sums], dtype=torch.float64, device=self._device_type)
-        received = [torch.empty_like(sent) for _ in self.members]
+        received = sent.new_empty(len(self.members), len(sent))
+        self.number = int(mine.number)  # from here on others cannot be told of an error, and none is expected
         try:
-            dist.all_gather(received, sent, group=self._group)
+            dist.all_gather([*received], sent, group=self._group)
         except (RuntimeError, ValueError) as error:
             raise self._no_agreement(error) from error
-        rows: list[list[float]] = torch.stack(received).tolist()
+        rows: list[list[float]] = received.tolist()
         fixed = len(mine) - 1
         return [_Words(*words[:fixed])._replace(sums=words[fixed:]) for words in rows]
 
@@ -217,6 +225,12 @@ class Ranks:
                 raise RuntimeError(
                     f"the ranks are not at the same point: rank {self.members[0]} {here} and rank {rank} {there}, "
                     "expected each call on every rank; nothing was changed: start all of them again from a checkpoint"
+                )
+            if words.described_as != every[0].described_as:
+                raise RuntimeError(
+                    f"ranks {self.members[0]} and {rank} are in {_CALLS[int(words.question)]} of different optimizers, "
+                    "expected the same one on all ranks; nothing was changed: call those of several optimizers in one "
+                    "order on all ranks, and start them again from a checkpoint"
                 )
         behind = [rank for rank, words in zip(self.members, every, strict=True) if words.failed == 2.0]
         if len(behind) == len(every):

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Sized
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from superadam.host.signals import deferred_signals
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError
 
 _T = TypeVar("_T")
+
+_begun = itertools.count(1)
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others."""
+
+    point: tuple[str, int, int]  # where it is: what for, the calls before, and the number of the first rank
+    number: int  # of what has begun on this rank
+    value: Any
 
 
 class CheckpointRanks:
@@ -23,15 +35,28 @@ class CheckpointRanks:
 
     def __init__(self, group: dist.ProcessGroup | None, failure: str, advice: str, outcome: str) -> None:
         self.group, self.failure, self.advice, self.outcome = group, failure, advice, outcome
+        self._number, self._point = next(_begun), (outcome, 0, 0)
         are_several = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if are_several else (0, 1)
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, in their order."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        """Return the values of all ranks, in their order.
+
+        Raises CheckpointError where a rank is elsewhere: after Ctrl-C it may be in its next call already.
+        """
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        with deferred_signals():  # between its two collectives, Ctrl-C would leave others in the second
+            dist.all_gather_object(every, _Told(self._point, self._number, value), group=self.group)
+        elsewhere = [rank for rank, told in enumerate(every) if getattr(told, "point", None) != self._point]
+        if elsewhere:
+            raise CheckpointError(
+                f"{self.failure}: ranks {elsewhere} are elsewhere in the program than rank {self.rank}, as after "
+                "Ctrl-C on one of them, expected this call on all; call it again on all ranks"
+            )
+        self._point = self.outcome, self._point[1] + 1, every[0].number
+        return [told.value for told in every]
 
     def on_first(self, work: Callable[[], _T]) -> _T:
         """Return on every rank what `work` returns on rank 0; raises CheckpointError where it raised."""
@@ -89,24 +114,24 @@ class CheckpointRanks:
         It says that a part was loaded where `begun` is not empty on some rank. Ctrl-C is raised on its rank, and the
         sentence as CheckpointError on the others, which would wait for that one in the next call.
         """
-        fault, rank = None, self.rank
+        fault = None
         cause: BaseException | None = None
         try:
             work()
         except BaseException as error:
             cause = error
-            if isinstance(error, CheckpointException):  # of DCP, the same on every rank
-                rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            if isinstance(error, CheckpointException):  # of DCP
+                ((cause, _),) = error.failures.values()
             inner = cause.__context__  # where a write failed or was ended, torch tells of its archive then
             if type(cause) is RuntimeError and (isinstance(inner, OSError) or not isinstance(inner, Exception | None)):
                 cause = inner
-            place = f" (on rank {rank})" if self.size > 1 else ""
+            place = f" (on rank {self.rank})" if self.size > 1 else ""
             fault = f"{cause}{place}"
             if not isinstance(cause, CheckpointError):
                 fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
         is_ended = cause is not None and not isinstance(cause, Exception)
         faults, are_begun, are_ended = zip(*self.gather((fault, len(begun), is_ended)), strict=True)
-        if cause is not None and is_ended and rank == self.rank:
+        if cause is not None and is_ended:
             raise cause
         first = next(filter(None, faults), None)
         if first is None:

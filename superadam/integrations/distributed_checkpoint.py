@@ -175,8 +175,8 @@ def load(
 
     def read() -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
-            state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=process_group)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads its own parts
+            state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
 
     ranks.run(read)
     state, model_state = checkpoint_contents.split(optimizer, tensors | values["others"])

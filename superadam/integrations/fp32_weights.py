@@ -85,11 +85,12 @@ def save_fp32(
         for number, content in enumerate(files, 1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
             places |= dict.fromkeys(content, name)
-            # All ranks take part in each tensor, and the first one keeps it.
+            # All ranks take part in each tensor, once none lacks memory for its part, and the first one keeps it.
             whole = {
                 key: tensor
                 for key, each in content.items()
-                for tensor in [ranks.run(functools.partial(_whole, *each))]
+                for part_of_it in [ranks.run(functools.partial(_part, *each))]
+                for tensor in [ranks.run(functools.partial(_whole, part_of_it))]
                 if ranks.rank == 0
             }
             ranks.on_first(functools.partial(save_file, whole, part / name, {"format": "pt"}))
@@ -134,8 +135,8 @@ def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple
     return named
 
 
-def _whole(parameter: Any, master: Tensor | Encoded) -> Tensor:
-    """Return a whole tensor on the CPU, at least in fp32 if it is of floats."""
+def _part(parameter: Any, master: Tensor | Encoded) -> Any:
+    """Return a tensor at least in fp32 if it is of floats, distributed as the parameter is."""
     if isinstance(master, Encoded):
         local = torch.empty_like(master.like, device="cpu")
         master.decode(local)
@@ -144,6 +145,11 @@ def _whole(parameter: Any, master: Tensor | Encoded) -> Tensor:
     if local.is_floating_point() and local.itemsize < 4:
         local = local.float()
     if shards.is_distributed(parameter):
-        whole: Any = dtensor_like(parameter, local.to(parameter.device_mesh.device_type))
-        local = whole.full_tensor()
-    return local.cpu().contiguous()
+        return dtensor_like(parameter, local.to(parameter.device_mesh.device_type))
+    return local
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a whole tensor on the CPU."""
+    whole: Tensor = tensor.full_tensor() if shards.is_distributed(tensor) else tensor
+    return whole.cpu().contiguous()

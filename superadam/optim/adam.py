@@ -406,9 +406,14 @@ class SpeculativeCPUAdam(Optimizer):
 
     # ---- what checkpoints use ----------------------------------------------------------------------------------------
 
+    def _refuse_older_state(self) -> None:
+        if self._binding.ranks is not None:
+            self._binding.ranks.refuse_older_state()
+
     @_whole
     def _adopt_sampled_writes(self) -> None:
-        """Adopt outside writes as a step does."""
+        """Adopt outside writes as a step does, before state is saved."""
+        self._refuse_older_state()
         self._binding.bound(self.param_groups)  # refuses parameters of which nothing can be saved
         self._binding.commit(self.param_groups, with_samples=True)
 
@@ -476,8 +481,8 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             RuntimeError: an error has kept this rank from a step that others may have made.
         """
-        if self._binding.ranks is not None:
-            self._binding.ranks.refuse_older_state()
+        if not self._binding.published.stays_encoded:  # as for a checkpoint, which may be about to be loaded
+            self._refuse_older_state()
         result = super().state_dict()
         if isinstance(result.get("state"), dict):  # which a hook may have changed
             copied = raw if self._binding.published.stays_encoded else dict

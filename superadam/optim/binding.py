@@ -172,6 +172,8 @@ class Binding(GradientHolder):
             self._forget_binding()
             self._knowledge = None  # of masters that may be large, and come back no more
             self.published = PublishedState(entries, self._lock)
+            if self.ranks is not None:
+                self.ranks.is_behind = False
 
     def join(self, process_group: dist.ProcessGroup | None) -> None:
         """Make each step together with the ranks of this group from now on; gradients stay in `.grad`."""

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.distributed.agreement import Question, Ranks
+from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
 from superadam.state.parameter import ParameterState
+from superadam.state.table import ParameterTable
 
 
 def cut(*shape: int, mesh: Any = None, placements: Any = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -173,6 +175,22 @@ def test_an_error_on_one_rank(rank, call, is_bound):
         assert optimizer.last_outcome.grad_norm == 2.0
 
 
+@on_ranks(2)
+def test_an_error_of_a_rank_that_is_about_to_ask_is_told(rank):
+    optimizer = SpeculativeCPUAdamW([parameter := cut(4)])
+    optimizer.step()
+    before = seen(parameter)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(ParameterTable, "each_chunk", Mock(side_effect=MemoryError("planted")))
+            raises(MemoryError, "planted", optimizer.step)
+        else:
+            raises(RuntimeError, r"^step\(\) failed on ranks \[1\]", optimizer.step)
+    assert seen(parameter) == before
+    optimizer.step()
+    assert optimizer.last_outcome.grad_norm == 2.0
+
+
 @on_ranks(3)
 def test_ranks_that_are_not_at_the_same_point(rank):
     optimizer = SpeculativeCPUAdamW([parameter := cut(6)])
@@ -190,6 +208,13 @@ def test_optimizers_in_different_order(rank):
     optimizers = [SpeculativeCPUAdamW([cut(4)]), SpeculativeCPUAdamW([cut(2, 2)])]
     told = r"^parameter 0 of group 0 is \(4,\) on ranks \[0, 1\] and \(2, 2\) on ranks \[0, 1\], expected the same "
     raises(RuntimeError, told, optimizers[rank].step)
+    optimizers = [SpeculativeCPUAdamW([cut(4)]) for _ in range(2)]  # of equal parameters, whose order changes later
+    for optimizer in optimizers:
+        optimizer.step()
+    before = seen(*(optimizer.param_groups[0]["params"][0] for optimizer in optimizers))
+    told = r"^ranks 0 and 1 are in step\(\) of different optimizers, expected the same one on all ranks"
+    raises(RuntimeError, told, optimizers[rank].step)
+    assert before == seen(*(optimizer.param_groups[0]["params"][0] for optimizer in optimizers))
 
 
 @on_ranks(2)
@@ -211,11 +236,12 @@ def test_limits_that_differ_or_are_invalid_on_one_rank(rank):
 
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]], ids=str)
 @on_ranks(2)
-def test_an_error_after_the_verdict(rank, victims):
-    """A rank that has missed a step cannot go on with those that made it; where all have missed it, they can."""
+def test_an_error_after_the_verdict(rank, victims, tmp_path):
+    """A rank that has missed a step cannot go on with those that made it; where all missed it, or load, they can."""
     parameter = cut(4, dtype=torch.bfloat16)
-    optimizer = SpeculativeCPUAdamW([parameter], lr=0.1)
+    model, optimizer = nn.ParameterList([parameter]), SpeculativeCPUAdamW([parameter], lr=0.1)
     before = seen(parameter)
+    save(tmp_path, model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if rank in victims:
             patch.setattr(ParameterState, "create_state", Mock(side_effect=torch.OutOfMemoryError("planted")))
@@ -241,6 +267,12 @@ def test_an_error_after_the_verdict(rank, victims):
         raises(ValueError, "lr is -1.0; expected", optimizer.step)
     else:
         raises(RuntimeError, rf"^an error on ranks \[{victims[0]}\] has kept them from a step", optimizer.step)
+    raises(CheckpointError, "^cannot save a checkpoint to .* kept ", lambda: save(tmp_path, model, optimizer))
+    load(tmp_path, model, optimizer)
+    assert seen(parameter) == before
+    optimizer.step()
+    assert (seen(parameter) == before, seen(parameter) == after) == (False, rank not in victims)
+    save(tmp_path, model, optimizer)
 
 
 def end_of_rank_1(rank: int) -> str:

@@ -181,7 +181,7 @@ FAILED = [
     ("fail", "", True, "hook", 1),
     ("fail", TOLD, True, "taking", 0),
     ("run_out", TOLD, True, "worker", 1),
-    ("fail", "", True, "before the verdict", 0),
+    ("fail", TOLD, True, "before the verdict", 0),
     ("run_out", "", True, "after the verdict", 1),
     ("fail", "", True, "publishing", 0),
     ("fail", "", False, "own code", 1),

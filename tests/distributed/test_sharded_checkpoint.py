@@ -4,12 +4,14 @@ Also of saves beside training.
 """
 
 import contextlib
+import itertools
 import os
 import resource
 import shutil
 import signal
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -203,6 +205,37 @@ def test_interrupt_of_one_rank_ends_the_load_of_all(rank, tmp_path):
     told = f"cannot load a checkpoint from {tmp_path}: KeyboardInterrupt:  (on rank 1); "
     partly = "a part of it was loaded: load again before training"
     assert words == [""] * 3 if rank == 1 else [told + "nothing was loaded", told + partly, told + partly]
+
+
+@ranks.on_ranks(2)
+def test_interrupt_of_one_rank_between_collectives_is_told_once_it_calls_again(rank, tmp_path):
+    """Within what a gather is made of, and after it; then the next call goes well."""
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    save(tmp_path, model, optimizer)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    moments = [*((distributed.distributed_c10d, "all_gather", number) for number in (1, 2, 7))]
+    beside = partial(save, wait=False), distributed, "new_group", 1
+    for call, owner, name, number in [beside, *((call, *moment) for call in (save, load) for moment in moments)]:
+        original, left = getattr(owner, name), itertools.count(1)
+
+        def interrupted(*args: Any, original: Any = original, number: int = number, left: Any = left, **kwargs: Any):
+            result = original(*args, **kwargs)
+            if next(left) == number:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        act = partial(call, tmp_path, model, optimizer)
+        if rank == 1:
+            with pytest.MonkeyPatch.context() as context:
+                context.setattr(owner, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    act()
+        if name != "new_group":  # before which no rank waits
+            told = rf"^cannot .*: ranks \[{1 - rank}\] are elsewhere in the program than rank {rank}, as after "
+            ranks.raises(CheckpointError, told, act)
+        act()
+        wait()
 
 
 def die(rank: int, *, folder: str, victim: int, waits: bool) -> tuple[Any, str]:

@@ -184,10 +184,11 @@ def test_names_are_those_of_the_model_that_is_wrapped(rank, tmp_path):
     Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
 
 
+@pytest.mark.parametrize("name", ["dtensor_like", "_whole"])
 @on_ranks(2)
-def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(rank, tmp_path):
+def test_all_ranks_are_told_where_one_has_no_memory_for_its_part_or_a_whole_tensor(rank, name, tmp_path):
     model, optimizer = continued("zero3-2", is_sharded=True)
-    gather, left = fp32_weights._whole, [3]
+    gather, left = getattr(fp32_weights, name), [3]
 
     def gather_some(*arguments: Any) -> torch.Tensor:
         tensor = gather(*arguments)
@@ -198,7 +199,7 @@ def test_all_ranks_are_told_where_one_has_no_memory_for_a_whole_tensor(rank, tmp
 
     refusal = pytest.raises(CheckpointError, match=r"MemoryError: planted \(on rank 0\); nothing was written")
     with pytest.MonkeyPatch.context() as patch, refusal:
-        patch.setattr(fp32_weights, "_whole", gather_some)
+        patch.setattr(fp32_weights, name, gather_some)
         deepspeed.save_fp32(tmp_path / "model", model, optimizer)
     dist.barrier()
     assert os.listdir(tmp_path) == []
