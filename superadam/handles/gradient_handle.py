@@ -115,7 +115,7 @@ class GradientHandle(torch.Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         if isinstance(new, GradientHandle):
-            if new.taken is self.taken:  # as `module.to()` does where nothing changes
+            if new.taken is self.taken and new.taken.given is None:  # as `module.to()` does where nothing changes
                 return
             new = _memory(new)
         if self.taken.given is not None and not self.is_alias:  # then this and what is in `.grad` are one tensor
@@ -125,8 +125,7 @@ class GradientHandle(torch.Tensor):
         parameter = self.taken.parameter
         given = _set_memory(self, new)
         continue_version(given, self)
-        self.taken = TakenGradient(given)
-        self.taken.forward_to(given)
+        self.taken, self.is_alias = TakenGradient.of_given(given), False
         if parameter is not None and parameter.grad is self:
             with suppress(RuntimeError):  # the parameter has another dtype or shape: the handle forwards
                 parameter.grad = given

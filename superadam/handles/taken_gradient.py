@@ -389,13 +389,15 @@ class TakenGradient:
             with torch_private.inference_mode(False):  # inference tensors have no version counters
                 value = self.value()
                 given = self._copy_of(value, self.dtype) if value is self.pending else value
-                self.forward_to(given)
+                self._forward_to(given)
             parameter: Any = self.parameter
             gradient: Any = getattr(parameter, "grad", None)
             local: Any = shards.local_of(gradient)
             if getattr(local, "taken", None) is self:
                 with suppress(RuntimeError):
                     continue_version(given, local)
+                if local.is_alias:  # it and what is in `.grad` are one tensor, which other aliases are not
+                    local.taken, local.is_alias = TakenGradient.of_given(given.detach()), False
                 with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
                     if local is not gradient:
                         torch_private.set_dtensor_part(gradient, local.given)
@@ -407,10 +409,17 @@ class TakenGradient:
     def stay(self) -> Tensor:
         """Leave the gradient where something else refers to it, and return it: handles forward to it."""
         gradient = self.pending
-        self.forward_to(gradient)
+        self._forward_to(gradient)
         return gradient
 
-    def forward_to(self, given: Tensor) -> None:
+    @staticmethod
+    def of_given(given: Tensor) -> TakenGradient:
+        """Return what lets a handle forward to an ordinary tensor."""
+        taken = TakenGradient(given)
+        taken._forward_to(given)
+        return taken
+
+    def _forward_to(self, given: Tensor) -> None:
         """Let handles have the memory of an ordinary tensor from now on."""
         self.given = given
         self.alias = self.pending = given.detach()

@@ -237,6 +237,30 @@ def _data_of_what_was_written_to(parameter: Any) -> list[Tensor]:
     return [held, other.grad]
 
 
+def _data_of_an_alias_in_grad(parameter: Any, *, is_written: bool) -> list[Tensor]:
+    """Assign data to an alias that was put into `.grad`, twice; another alias, and the gradient, are left alone."""
+    held, alias, another = parameter.grad, parameter.grad.detach(), parameter.grad.detach()
+    parameter.grad = alias
+    if is_written:
+        alias.add_(1)
+    for value in (2.0, 3.0):
+        alias.data = torch.full_like(parameter, value).detach()
+    seen = parameter.grad.clone()
+    another.data = torch.full_like(parameter, 4.0).detach()
+    parameter.grad.data = torch.full_like(parameter, 5.0).detach()
+    held.data = torch.full_like(parameter, 6.0).detach()
+    another.data = held
+    return [held, alias, another, seen, parameter.grad]
+
+
+def _data_of_the_gradient_for_an_alias(parameter: Any) -> list[Tensor]:
+    held, alias = parameter.grad, parameter.grad.detach()
+    held.add_(1)
+    held.data = torch.ones_like(parameter).detach()
+    alias.data = held
+    return [held, alias, parameter.grad]
+
+
 def _versions_of_others(parameter: Any) -> list[Any]:
     """Return what graphs and the optimizer know of writes."""
     others = [torch.ones_like(parameter, requires_grad=False) for _ in range(4)]
@@ -400,6 +424,9 @@ WRITTEN: dict[str, Operation] = {
     "in one of another dtype": lambda p, held: _in_a_parameter_that_differs(p, p.shape, torch.float8_e5m2),
     "alias with other data": lambda p, held: _alias_with_data(p),
     "aliases of replaced data": lambda p, held: _aliases_of_replaced_data(p),
+    "data of the gradient for an alias": lambda p, held: _data_of_the_gradient_for_an_alias(p),
+    "data of an alias in .grad": lambda p, held: _data_of_an_alias_in_grad(p, is_written=False),
+    "data of an alias in .grad that was written to": lambda p, held: _data_of_an_alias_in_grad(p, is_written=True),
     "data of what was written to": lambda p, held: _data_of_what_was_written_to(p),
     "write that no schema tells": lambda p, held: torch.ops.superadam_hides.write(p.grad),
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
