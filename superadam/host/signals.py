@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from superadam.host import _signals
 
@@ -41,3 +41,11 @@ def deferred_signals() -> AbstractContextManager[None]:
     handlers. Nor does the garbage collector run inside, in any thread, unless it is called.
     """
     return _SECTION if threading.current_thread() is threading.main_thread() else _without_finalizers()
+
+
+def deferred_handlers() -> AbstractContextManager[None]:
+    """Return `deferred_signals()` in the main thread, and what does nothing in others: for what waits long.
+
+    There the garbage collector would be off as long, while the main thread trains.
+    """
+    return _SECTION if threading.current_thread() is threading.main_thread() else nullcontext()

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import deferred_handlers
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.kernels.torch_private import timeout_of
 
@@ -103,7 +103,7 @@ def gloo_group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if key not in _groups:
         ranks = dist.get_process_group_ranks(key)
         is_part = len(ranks) < dist.get_world_size()
-        with deferred_signals():  # else Ctrl-C on one rank would let it make another one alone
+        with deferred_handlers():  # else Ctrl-C on one rank would let it make another one alone
             made = dist.new_group(ranks, backend="gloo", timeout=timeout_of(key), use_local_synchronization=is_part)
             _groups[key] = world, cast(dist.ProcessGroup, made)
     return _groups[key][1]

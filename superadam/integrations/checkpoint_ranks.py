@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import deferred_handlers
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError
 
@@ -47,7 +47,7 @@ class CheckpointRanks:
         if self.size == 1:
             return [value]
         every: list[Any] = [None] * self.size
-        with deferred_signals():  # between its two collectives, Ctrl-C would leave others in the second
+        with deferred_handlers():  # between its two collectives, Ctrl-C would leave others in the second
             dist.all_gather_object(every, _Told(self._point, self._number, value), group=self.group)
         elsewhere = [rank for rank, told in enumerate(every) if getattr(told, "point", None) != self._point]
         if elsewhere:
@@ -121,7 +121,7 @@ class CheckpointRanks:
         except BaseException as error:
             cause = error
             if isinstance(error, CheckpointException):  # of DCP
-                ((cause, _),) = error.failures.values()
+                (cause, _), *_ = error.failures.values()
             inner = cause.__context__  # where a write failed or was ended, torch tells of its archive then
             if type(cause) is RuntimeError and (isinstance(inner, OSError) or not isinstance(inner, Exception | None)):
                 cause = inner

@@ -4,6 +4,7 @@ Also of saves beside training.
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import resource
@@ -236,6 +237,25 @@ def test_interrupt_of_one_rank_between_collectives_is_told_once_it_calls_again(r
             ranks.raises(CheckpointError, told, act)
         act()
         wait()
+
+
+@ranks.on_ranks(2)
+def test_the_collector_stays_on_while_a_save_in_the_background_waits_for_other_ranks(rank, tmp_path, monkeypatch):
+    """Else training, whose cycles with tensors in them were not freed, would run out of memory meanwhile."""
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    gather, is_on = distributed.all_gather_object, []
+
+    def waiting(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            is_on.append(gc.isenabled())
+        gather(*args, **kwargs)
+
+    monkeypatch.setattr(distributed, "all_gather_object", waiting)
+    save(tmp_path, model, optimizer, wait=False)
+    wait()
+    assert is_on
+    assert all(is_on)
 
 
 def die(rank: int, *, folder: str, victim: int, waits: bool) -> tuple[Any, str]:
