@@ -120,7 +120,7 @@ class CheckpointRanks:
             work()
         except BaseException as error:
             cause = error
-            if isinstance(error, CheckpointException):  # of DCP
+            if isinstance(error, CheckpointException):  # of DCP, which a program's hook may use over ranks
                 (cause, _), *_ = error.failures.values()
             inner = cause.__context__  # where a write failed or was ended, torch tells of its archive then
             if type(cause) is RuntimeError and (isinstance(inner, OSError) or not isinstance(inner, Exception | None)):

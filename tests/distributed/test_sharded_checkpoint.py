@@ -23,6 +23,7 @@ from support import ranks
 from support.shards import model_of, wrap
 from support.visible import content
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -256,6 +257,20 @@ def test_the_collector_stays_on_while_a_save_in_the_background_waits_for_other_r
     wait()
     assert is_on
     assert all(is_on)
+
+
+@ranks.on_ranks(2)
+def test_an_error_of_several_ranks_in_a_hook_that_loads_with_dcp_is_told_to_all(rank, tmp_path):
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    save(tmp_path, model, optimizer)
+
+    def load_more(*arguments: Any) -> None:
+        raise CheckpointException("", {each: (ValueError(each), None) for each in range(2)})
+
+    if rank == 0:
+        model.register_load_state_dict_pre_hook(load_more)
+    ranks.raises(CheckpointError, r"ValueError: 0 \(on rank 0\)", partial(load, tmp_path, model, optimizer))
 
 
 def die(rank: int, *, folder: str, victim: int, waits: bool) -> tuple[Any, str]:
