@@ -20,7 +20,7 @@ import torch
 from support.overlap import DEVICES, ThreadDevice, adam, batch, mlp, train
 from support.programs import DEEP, frozen
 from support.visible import bits, state_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
@@ -496,14 +496,16 @@ def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, 
 # -- finalizers, which the garbage collector runs anywhere in any thread -----------------------------------------------
 
 FINALIZERS: dict[str, Callable[[Any, Any, Any], object]] = {
-    "norm": lambda model, optimizer, scheduler: [
-        float(p.grad.norm()) for p in model.parameters() if p.grad is not None
-    ],
-    "state": lambda model, optimizer, scheduler: optimizer.state_dict(),
-    "commit": lambda model, optimizer, scheduler: optimizer.commit(),
-    "synchronize": lambda model, optimizer, scheduler: scheduler and scheduler.synchronize(),
-    "close": lambda model, optimizer, scheduler: scheduler and scheduler.close(),
+    "norm": lambda gradients, optimizer, scheduler: [float(one.norm()) for one in gradients()],
+    "state": lambda gradients, optimizer, scheduler: optimizer.state_dict(),
+    "commit": lambda gradients, optimizer, scheduler: optimizer.commit(),
+    "synchronize": lambda gradients, optimizer, scheduler: scheduler and scheduler.synchronize(),
+    "close": lambda gradients, optimizer, scheduler: scheduler and scheduler.close(),
 }
+
+
+def _gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 @contextlib.contextmanager
@@ -542,7 +544,11 @@ def test_finalizers_change_no_bit_and_do_not_hang(name: str, where: str) -> None
         scheduler: Any = None
         if where != "none":
             scheduler = OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=1)
-        work = functools.partial(FINALIZERS[name], model, optimizer, scheduler) if is_looked_at else bool
+        all_of = functools.partial(_gradients_of, model)
+        last: list[Tensor] = []  # of the step before: torch crashes where another thread reads `.grad` in backward
+        optimizer.register_step_post_hook(lambda *_, last=last, all_of=all_of: last.__setitem__(slice(None), all_of()))
+        gradients = last.copy if where == "worker" else all_of
+        work = functools.partial(FINALIZERS[name], gradients, optimizer, scheduler) if is_looked_at else bool
         with collecting(work, is_here=where != "worker") as errors:
             train(model, optimizer, range(3))
         if where == "worker" and is_looked_at:
