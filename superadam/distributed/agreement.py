@@ -47,7 +47,7 @@ class _Words(NamedTuple):
     magic: float
     question: float
     number: float  # of questions before
-    described_as: float  # by which ranks know the optimizer; 0 before they have described it
+    described_as: float  # a number that names the optimizer on all ranks; 0 before they have described it
     failed: float = 0.0  # 1: the rank has an error to raise, 2: it missed a step; then the rest means nothing
     limit: float = math.inf  # of the norm; inf for none
     is_new: float = 0.0  # 1: the rank has parameters that it has not described
@@ -55,7 +55,7 @@ class _Words(NamedTuple):
     sums: Any = ()  # of squares: of elements that this rank alone counts, then one for each `_Copies`
 
 
-_exchanges = itertools.count(1)  # of descriptions on this rank: the number of the first rank's is that of all
+_exchanges = itertools.count(1)  # of descriptions on this rank; the count of the group's first rank names the optimizer
 
 
 class Description(NamedTuple):

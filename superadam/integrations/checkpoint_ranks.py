@@ -25,8 +25,8 @@ _begun = itertools.count(1)
 class _Told(NamedTuple):
     """What a rank tells the others."""
 
-    point: tuple[str, int, int]  # where it is: what for, the calls before, and the number of the first rank
-    number: int  # of what has begun on this rank
+    point: tuple[str, int, int]  # where it is: what for, the calls of `gather` before, and the first rank's `number`
+    number: int  # of saves and loads that have begun on this rank
     value: Any
 
 

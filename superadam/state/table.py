@@ -140,7 +140,7 @@ class ParameterTable:
             position = len(ARRAYS) * state.row + ARRAYS.index(name)
             is_other = self._arrays[position] is not tensor or self._places[position, ADDRESS] != place[ADDRESS]
             self._arrays[position], self._places[position] = tensor, place
-            if is_other and name == "master":
+            if is_other and name == "master":  # else what others have written to it still counts
                 self.remember_master(state)
             if name != "master" or not state.is_own_master:  # which the parameter is
                 self._point(state, name, tensor)
