@@ -108,10 +108,6 @@ class Run:
         return [*self.seen, *map(seen_of, moments)]
 
 
-def _set(tensor: Any, name: str, value: object) -> None:
-    setattr(tensor, name, value)
-
-
 def _exchange(run: Run, p: Tensor, g: Any) -> None:
     first, second = run.parameters[:2]
     first.grad, second.grad = second.grad, first.grad
@@ -143,15 +139,15 @@ ACTIONS: dict[str, Callable[[Run, Any, Any], object]] = {
     "set a row": lambda run, p, g: g.__setitem__(0, 0.5),
     "multiply rows": lambda run, p, g: g[1:3].mul_(2),
     "set_": lambda run, p, g: g.set_(g.clone()),
-    "data = half": lambda run, p, g: _set(g, "data", g.data * 0.5),
-    "data = new": lambda run, p, g: _set(g, "data", run.like(p)),
-    "grad = clone": lambda run, p, g: _set(p, "grad", g.clone()),
-    "grad = half": lambda run, p, g: _set(p, "grad", g * 0.5),
-    "grad = itself": lambda run, p, g: _set(p, "grad", g),
-    "grad = pickled": lambda run, p, g: _set(p, "grad", pickle.loads(pickle.dumps(g))),
-    "any: grad = new": lambda run, p, g: _set(p, "grad", run.like(p)),
-    "any: grad = None": lambda run, p, g: _set(p, "grad", None),
-    "any: grad of another": lambda run, p, g: _set(p, "grad", run.parameters[1].grad),
+    "data = half": lambda run, p, g: setattr(g, "data", g.data * 0.5),
+    "data = new": lambda run, p, g: setattr(g, "data", run.like(p)),
+    "grad = clone": lambda run, p, g: setattr(p, "grad", g.clone()),
+    "grad = half": lambda run, p, g: setattr(p, "grad", g * 0.5),
+    "grad = itself": lambda run, p, g: setattr(p, "grad", g),
+    "grad = pickled": lambda run, p, g: setattr(p, "grad", pickle.loads(pickle.dumps(g))),
+    "any: grad = new": lambda run, p, g: setattr(p, "grad", run.like(p)),
+    "any: grad = None": lambda run, p, g: setattr(p, "grad", None),
+    "any: grad of another": lambda run, p, g: setattr(p, "grad", run.parameters[1].grad),
     "any: exchange": _exchange,
     "any: backward": lambda run, p, g: run.backward(),
     "any: clip": lambda run, p, g: run.seen.append(seen_of(clip_grad_norm_(run.with_gradient(), 1.0))),
@@ -177,8 +173,8 @@ ACTIONS: dict[str, Callable[[Run, Any, Any], object]] = {
     "any: write to what is held through .data": _edit_held(lambda one: one.data.add_(0.125)),
     "held: write": lambda run, p, held: held.add_(0.25),
     "held: write a row": lambda run, p, held: held[0].mul_(0.5),
-    "held: data = new": lambda run, p, held: _set(held, "data", torch.full_like(held, 0.25)),
-    "held: data = half": lambda run, p, held: _set(held, "data", held.data * 0.5),
+    "held: data = new": lambda run, p, held: setattr(held, "data", torch.full_like(held, 0.25)),
+    "held: data = half": lambda run, p, held: setattr(held, "data", held.data * 0.5),
     "held: set_": lambda run, p, held: held.set_(held.clone()),
     "held: into .grad": lambda run, p, held: p.grad is not None and p.grad.copy_(held),
     "held: put into .grad": _put,
