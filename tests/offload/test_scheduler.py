@@ -231,6 +231,20 @@ def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads
     assert_nothing_is_attached(model, optimizer)
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("method", ["drop", "detach", "entries"])
+def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, monkeypatch):
+    threads, model = {*threading.enumerate()}, mlp()
+    scheduler = eager(optimizer := adam(model), model, device=ThreadDevice())
+    with monkeypatch.context() as patch:
+        fail_at(patch, Binding, method, 1, MemoryError("planted"), after=after)
+        with pytest.raises(MemoryError, match="planted"):
+            scheduler.close()
+    scheduler.close()
+    assert {*threading.enumerate()} <= threads
+    assert_nothing_is_attached(model, optimizer)
+
+
 @pytest.mark.parametrize(("num_threads", "expected"), [("auto", 2), (3, 3)])
 def test_cores_limit_what_runs_beside_backward(num_threads, expected, monkeypatch):
     """The worker uses a number of threads until it is waited for, and others use theirs meanwhile."""
