@@ -103,15 +103,16 @@ def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placem
         resident = math.ceil(each * min(elements, placement.gpu_buckets * placement.bucket_numel))
         free = device.free_bytes()
         run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
-    return with_bucket(run, widest, placement)
+    total = sum(shards.local_of(parameter).numel() for group in groups for parameter in group["params"])
+    return with_bucket(run, widest, placement, total)
 
 
-def with_bucket(run: HostNeeds, widest: int, placement: Placement) -> HostNeeds:
+def with_bucket(run: HostNeeds, widest: int, placement: Placement, total: int) -> HostNeeds:
     """Return the needs with the largest bucket: it holds less than `bucket_numel` before the piece that fills it.
 
-    `widest` is the most bytes of an element that travels.
+    `widest` is the most bytes of an element that travels, `total` the number of elements, trained or not.
     """
-    return replace(run, largest=run.largest + widest * aligned(placement.bucket_numel))
+    return replace(run, largest=run.largest + widest * aligned(min(placement.bucket_numel, total)))
 
 
 def _bytes_of(entry: Any, gradient: Tensor | None) -> int:
