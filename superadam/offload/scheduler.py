@@ -396,7 +396,8 @@ class OffloadScheduler(GradientHolder):
         """Finish what is under way, give gradients back, and leave model and optimizer as without a scheduler."""
         with self._lock():
             if self._closed and self._binding.overlap is not self:  # else an error or Ctrl-C has ended an earlier call
-                return self._end()
+                self._end()
+                return
             self._check_process()
             self._closed = True
             self._hooks.remove()
