@@ -100,6 +100,7 @@ def save(
 
     Args:
         folder: shared by all ranks, on a file system with `flock`; created if need be.
+        optimizer: ours or torch's; it may be in a framework's wrapper.
         extra: numbers, strings, lists, dicts and tensors, which `load` returns; that of rank 0 is stored.
         keep: number of checkpoints to keep, at least 1, the new one included.
         process_group: the ranks that save; all by default.
@@ -114,6 +115,7 @@ def save(
         CheckpointError: saving failed on some rank, or it has no memory for the copies; what was saved before is as it
             was.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate or Lightning may have wrapped it
     with (
         nullcontext() if wait else background_save.beginning,
         _counted_steps(optimizer) as steps,
@@ -154,6 +156,7 @@ def load(
 
     Args:
         folder: as for `save`, or one checkpoint's own folder.
+        optimizer: as for `save`.
         process_group: the ranks that load; all by default.
 
     Raises:
@@ -161,6 +164,7 @@ def load(
             that nothing was loaded, and names the newest other checkpoint that is intact; where a hook of the model's
             raised, or another rank, it says that a part was loaded.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
     there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
