@@ -33,6 +33,7 @@ from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.arguments import parameters_of
 from superadam.optim.binding import untracked
 from superadam.optim.entry import Encoded
 
@@ -230,6 +231,8 @@ class _NewCheckpoint:
                     self.optimizer._adopt_sampled_writes()
                 self._steps_made = self.steps()
                 self._tensors, values = checkpoint_contents.contents_of(model, self.optimizer)
+                named = [name for group in values["param_groups"] for name in group["params"]]
+                self._parameters = dict(zip(named, parameters_of(self.optimizer), strict=True))
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
 
@@ -269,8 +272,8 @@ class _NewCheckpoint:
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
         names = {item.index.fqn for item in self._plan.items}
-        has_masters = isinstance(self.optimizer, SpeculativeCPUAdam)
-        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, has_masters))
+        parameters = self._parameters if isinstance(self.optimizer, SpeculativeCPUAdam) else {}
+        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, parameters))
         own = Claim.of(Host(), copies.size)
         claims = self.ranks.gather(own)
 
@@ -291,7 +294,7 @@ class _NewCheckpoint:
                 self._require_no_step()
 
         self.ranks.run(copy)
-        del self._tensors, self.optimizer, self.steps  # nothing of training is kept
+        del self._tensors, self._parameters, self.optimizer, self.steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""
