@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
+from torch.utils.serialization import config as serialization
 
 from superadam.host.files import synchronize
 from superadam.host.machine import Host
@@ -179,7 +180,8 @@ def load(
     )
 
     def read() -> None:
-        with warnings.catch_warnings():
+        unmapped = serialization.patch("load.mmap", False)  # type: ignore[attr-defined]  # DCP reads no file as a whole
+        with warnings.catch_warnings(), unmapped:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads its own parts
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
 

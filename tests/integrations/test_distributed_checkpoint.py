@@ -23,6 +23,7 @@ from support.visible import content
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils.serialization import config as serialization
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import checkpoint_contents, checkpoint_folder
@@ -87,6 +88,7 @@ def stepped(kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tu
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}])
+@serialization.patch("load.mmap", True)  # as a program may set it
 def test_every_bit_comes_back_and_training_goes_on(kind, dtype, options, tmp_path):
     pair = stepped(kind, dtype, **options)
     other = make(kind, dtype, seed=5)  # with options of its own, which are replaced
