@@ -117,7 +117,7 @@ def save(
         CheckpointError: saving failed on some rank, or it has no memory for the copies; what was saved before is as it
             was.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate or Lightning may have wrapped it
+    optimizer = _unwrapped(optimizer)
     with (
         nullcontext() if wait else background_save.beginning,
         _counted_steps(optimizer) as steps,
@@ -166,7 +166,7 @@ def load(
             that nothing was loaded, and names the newest other checkpoint that is intact; where a hook of the model's
             raised, or another rank, it says that a part was loaded.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
+    optimizer = _unwrapped(optimizer)
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
     there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
@@ -196,6 +196,12 @@ def load(
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
     _descent.setdefault(optimizer, set()).add(_last_seen.get(path.parent.resolve(), there.state))
     return values["extra"]
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return what Accelerate or Lightning has wrapped; a wrapper with state of its own, as a Lookahead, stays."""
+    inner, own = getattr(optimizer, "optimizer", None), vars(optimizer).get("state")
+    return inner if isinstance(inner, Optimizer) and (own is None or own is vars(inner).get("state")) else optimizer
 
 
 def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -> None:

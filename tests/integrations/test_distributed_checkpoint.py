@@ -323,6 +323,16 @@ def test_nothing_there_is_refused(pair, tmp_path):
                 call("run", *pair)
 
 
+def test_wrapper_with_state_of_its_own_is_saved_itself(pair, tmp_path):
+    model, inner = pair
+    wrapper, other = torch.optim.AdamW(groups_of(model)), make(torch.optim.AdamW, torch.bfloat16, seed=5)
+    wrapper.optimizer = inner
+    train(model, wrapper, 1)
+    save(tmp_path, model, wrapper)
+    load(tmp_path, *other)
+    assert content(*other) == content(model, wrapper)
+
+
 UNSAVEABLE = "extra or a parameter group holds an object, expected numbers"
 NO_COUNT = r"keep is .*, expected a whole number of at least 1"
 
