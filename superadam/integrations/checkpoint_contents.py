@@ -141,4 +141,4 @@ def bytes_of_values(values: dict[str, Any]) -> bytes:
 
 def read_values(file: Path | IO[bytes]) -> Any:
     """Return what `values.pt` holds, without executing anything."""
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=False)

@@ -62,7 +62,9 @@ class CheckpointFolder(NamedTuple):
 
 
 def look(folder: Path) -> CheckpointFolder:
-    """Return what is in a folder, which may be absent; raises OSError."""
+    """Return what is in a folder, which may be absent; raises OSError, and CheckpointError for one of a checkpoint."""
+    if _run_of(folder) is not None:  # with more files than in its manifest, it would be damaged
+        raise CheckpointError(f"it is a checkpoint itself, expected the folder that holds it; name {folder.parent}")
     try:
         text = _read(folder / _LATEST).decode("ascii", "replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -97,6 +99,7 @@ def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Pat
     Deletes what killed saves have left. Raises OSError, and CheckpointError where another process is saving there, or
     the folder has another state than the `states` in which it was loaded from or saved to.
     """
+    look(folder)  # before anything is written there
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock(folder / ".lock", LOCK_SECONDS, stack)

@@ -78,16 +78,16 @@ class Copies:
     """What a save copies: tensors that share memory once, and working copies as their masters, in the masters' dtype.
 
     Of all tensors of a checkpoint, as users see them, it is given the `names` of those that this rank writes, and
-    whether what is called master in the state is that of a working copy. Raises CheckpointError where a tensor has no
-    memory.
+    parameters by name that are working copies where they have a master: the model's state may hold others under their
+    names, which its hooks have made. Raises CheckpointError where a tensor has no memory.
     """
 
-    def __init__(self, tensors: Mapping[str, Value], names: Collection[str], has_masters: bool) -> None:
-        of_working_copy = {}
-        for name, parameter in tensors.items() if has_masters else ():
-            kind, _, name = name.partition(".")
-            if kind == "model" and (master := tensors.get(f"optimizer.{name}.master")) is not None:
-                of_working_copy[_place(shards.local_of(parameter))] = master
+    def __init__(self, tensors: Mapping[str, Value], names: Collection[str], parameters: Mapping[str, Tensor]) -> None:
+        of_working_copy = {
+            _place(shards.local_of(parameter)): tensors[f"optimizer.{name}.master"]
+            for name, parameter in parameters.items()
+            if f"optimizer.{name}.master" in tensors
+        }
         self._values: dict[str, Value] = {}
         self._arrays: dict[object, Tensor] = {}  # the plain tensors in memory that values consist of
         for name in names:

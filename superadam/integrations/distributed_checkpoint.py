@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
+from torch.utils.serialization import config as serialization
 
 from superadam.host.files import synchronize
 from superadam.host.machine import Host
@@ -33,6 +34,7 @@ from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.arguments import parameters_of
 from superadam.optim.binding import untracked
 from superadam.optim.entry import Encoded
 
@@ -100,6 +102,7 @@ def save(
 
     Args:
         folder: shared by all ranks, on a file system with `flock`; created if need be.
+        optimizer: ours or torch's; it may be in a framework's wrapper.
         extra: numbers, strings, lists, dicts and tensors, which `load` returns; that of rank 0 is stored.
         keep: number of checkpoints to keep, at least 1, the new one included.
         process_group: the ranks that save; all by default.
@@ -114,6 +117,7 @@ def save(
         CheckpointError: saving failed on some rank, or it has no memory for the copies; what was saved before is as it
             was.
     """
+    optimizer = _unwrapped(optimizer)
     with (
         nullcontext() if wait else background_save.beginning,
         _counted_steps(optimizer) as steps,
@@ -154,6 +158,7 @@ def load(
 
     Args:
         folder: as for `save`, or one checkpoint's own folder.
+        optimizer: as for `save`.
         process_group: the ranks that load; all by default.
 
     Raises:
@@ -161,6 +166,7 @@ def load(
             that nothing was loaded, and names the newest other checkpoint that is intact; where a hook of the model's
             raised, or another rank, it says that a part was loaded.
     """
+    optimizer = _unwrapped(optimizer)
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
     there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
@@ -174,7 +180,8 @@ def load(
     )
 
     def read() -> None:
-        with warnings.catch_warnings():
+        unmapped = serialization.patch("load.mmap", False)  # type: ignore[attr-defined]  # DCP reads no file as a whole
+        with warnings.catch_warnings(), unmapped:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads its own parts
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
 
@@ -189,6 +196,12 @@ def load(
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
     _descent.setdefault(optimizer, set()).add(_last_seen.get(path.parent.resolve(), there.state))
     return values["extra"]
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return what Accelerate or Lightning has wrapped; a wrapper with state of its own, as a Lookahead, stays."""
+    inner, own = getattr(optimizer, "optimizer", None), vars(optimizer).get("state")
+    return inner if isinstance(inner, Optimizer) and (own is None or own is vars(inner).get("state")) else optimizer
 
 
 def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -> None:
@@ -226,6 +239,8 @@ class _NewCheckpoint:
                     self.optimizer._adopt_sampled_writes()
                 self._steps_made = self.steps()
                 self._tensors, values = checkpoint_contents.contents_of(model, self.optimizer)
+                named = [name for group in values["param_groups"] for name in group["params"]]
+                self._parameters = dict(zip(named, parameters_of(self.optimizer), strict=True))
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
 
@@ -265,8 +280,8 @@ class _NewCheckpoint:
     def copy(self) -> None:
         """Copy what this rank writes into memory that nothing else reaches."""
         names = {item.index.fqn for item in self._plan.items}
-        has_masters = isinstance(self.optimizer, SpeculativeCPUAdam)
-        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, has_masters))
+        parameters = self._parameters if isinstance(self.optimizer, SpeculativeCPUAdam) else {}
+        copies = self.ranks.run(lambda: checkpoint_tensors.Copies(self._tensors, names, parameters))
         own = Claim.of(Host(), copies.size)
         claims = self.ranks.gather(own)
 
@@ -287,7 +302,7 @@ class _NewCheckpoint:
                 self._require_no_step()
 
         self.ranks.run(copy)
-        del self._tensors, self.optimizer, self.steps  # nothing of training is kept
+        del self._tensors, self._parameters, self.optimizer, self.steps  # nothing of training is kept
 
     def finish(self) -> Path:
         """Write, and publish what all ranks have written; return the checkpoint's own folder."""

@@ -20,6 +20,7 @@ from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import WRAPPER_NAMES, dtensor_like
+from superadam.offload import arguments
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
 from superadam.optim.entry import Encoded, raw
@@ -45,6 +46,7 @@ def save_fp32(
 
     Args:
         folder: does not exist, or is empty; there is nothing in it until all was written.
+        optimizer: it may be in a framework's wrapper.
         process_group: the ranks that write; all by default.
 
     Returns:
@@ -60,7 +62,7 @@ def save_fp32(
         raise ImportError(f"save_fp32() needs safetensors ({error}); pip install safetensors") from error
     ranks = CheckpointRanks(process_group, f"cannot write masters to {folder}", "", "nothing was written")
     model = unwrapped(model)
-    path = Path(folder).absolute()
+    path = Path(os.path.realpath(folder))  # no symbolic link, which a folder cannot replace
     part = path.with_name(f".{path.name}.part")
 
     tensors = ranks.run(lambda: _masters(model, optimizer))
@@ -121,6 +123,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple[Tensor, Any]]:
     """Return each tensor of the model, by name, with what holds its value: a master, or itself."""
     reshard(model)
+    optimizer = arguments.unwrapped(optimizer)
     optimizer._adopt_sampled_writes()
     with optimizer._encoded():
         parameters = parameters_of(optimizer)

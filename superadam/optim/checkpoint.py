@@ -37,7 +37,8 @@ LATER_GROUP_KEYS = {
 }
 """Group keys that older versions of torch.optim.Adam lack, with their values in such a checkpoint."""
 _LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
-_COUNTING = {torch.float32, torch.float64, torch.int32, torch.int64}  # dtypes of a `step` that goes on in place
+_COUNTING = {torch.float32: 2**24, torch.float64: _LARGEST_STEP, torch.int32: 2**31 - 1, torch.int64: _LARGEST_STEP}
+"""Dtypes of a `step` that goes on in place, and up to where they count every step."""
 
 
 def is_asked_for_template() -> bool:
@@ -63,18 +64,22 @@ def read_step(value: object, name: str) -> int:
     return int(number)
 
 
-def counts_in_place(value: object) -> TypeGuard[Tensor]:
-    """Whether a step count can go on counting in place."""
-    if not isinstance(value, Tensor) or value.dtype not in _COUNTING:
+def counts_in_place(value: object, count: int) -> TypeGuard[Tensor]:
+    """Whether a step count can go on counting in place, from this count."""
+    if not isinstance(value, Tensor) or count > _COUNTING.get(value.dtype, -1):
         return False
     return value.layout is torch.strided and not value.is_inference()
 
 
 def fitted_step(value: object, count: int) -> Tensor:
-    """Return `value`, a step count, where it can go on counting in place, else a tensor as torch.optim.Adam has it."""
-    if counts_in_place(value):
+    """Return `value`, a step count, where it can go on counting in place, else a tensor as torch.optim.Adam has it.
+
+    It is in fp64 where fp32 would lose count, or torch's default is fp64.
+    """
+    if counts_in_place(value, count):
         return value
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    is_wide = torch.get_default_dtype() == torch.float64 or count > _COUNTING[torch.float32]
+    dtype = torch.float64 if is_wide else torch.float32
     with torch_private.ordinary_tensors():
         return torch.tensor(float(count), dtype=dtype, device="cpu")
 

@@ -108,7 +108,7 @@ class PublishedState:
             if value is not had and shards.local_of(value) is not had:
                 return False
         step, count = values["step"], int(table.steps[state.row])
-        return checkpoint.counts_in_place(step) and number_of(step) == count
+        return checkpoint.counts_in_place(step, count) and number_of(step) == count
 
     def _stand_ins(self, state: ParameterState) -> list[str]:
         entry = self.entries.get(state.parameter)
@@ -129,10 +129,8 @@ class PublishedState:
             if entry is None:
                 entry = self.entries[state.parameter] = Entry({}, self._lock) if state.encodings else {}
             count = int(table.steps[state.row])
-            if "step" not in entry:
-                entry["step"] = checkpoint.fitted_step(None, count)
-            else:
-                entry["step"].fill_(count)
+            entry["step"] = checkpoint.fitted_step(entry.get("step"), count)
+            entry["step"].fill_(count)
             for key in TENSORS:
                 if getattr(state, key) is not None:
                     _show(entry, key, state)

@@ -115,6 +115,23 @@ def test_content_is_that_of_its_step_and_training_has_the_same_bits(
         scheduler.close()
 
 
+@pytest.mark.parametrize("names", [("second.weight",), ("first.bias", "scalar")])
+def test_what_hooks_make_of_the_models_state_is_saved(names, tmp_path):
+    """Other values, or other names."""
+
+    def exchange(module: Any, state: dict[str, Tensor], *_: object) -> None:
+        state |= zip(names, [-state[name] if len(names) == 1 else state[name] for name in reversed(names)], strict=True)
+
+    pairs = [make(SpeculativeCPUAdamW, torch.bfloat16, seed=seed) for seed in (0, 9)]
+    for model, _ in pairs:
+        model.register_state_dict_post_hook(exchange)
+        model.register_load_state_dict_pre_hook(exchange)
+    train(*pairs[0])
+    save(tmp_path, *pairs[0], wait=False)
+    load(tmp_path, *pairs[1])
+    assert content(*pairs[1]) == content(*pairs[0])
+
+
 def tensors_of_state(optimizer: Any) -> list[Tensor]:
     return [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
 

@@ -15,6 +15,7 @@ import sys
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,8 +209,10 @@ def test_all_ranks_are_told_where_one_has_no_memory_for_its_part_or_a_whole_tens
 def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer = continued("zero2-1", master="24bit", moments="bf16")
-    deepspeed.save_fp32(tmp_path / "model", model, optimizer)
-    found = safetensors.load_file(tmp_path / "model/model.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    deepspeed.save_fp32(tmp_path / "link", model, SimpleNamespace(optimizer=optimizer))
+    found = safetensors.load_file(tmp_path / "elsewhere/model.safetensors")
     assert torch.equal(found["up.weight"], optimizer.state[model.up.weight]["master"])
 
 

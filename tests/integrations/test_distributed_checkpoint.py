@@ -23,6 +23,7 @@ from support.visible import content
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils.serialization import config as serialization
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import checkpoint_contents, checkpoint_folder
@@ -87,6 +88,7 @@ def stepped(kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tu
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}])
+@serialization.patch("load.mmap", True)  # as a program may set it
 def test_every_bit_comes_back_and_training_goes_on(kind, dtype, options, tmp_path):
     pair = stepped(kind, dtype, **options)
     other = make(kind, dtype, seed=5)  # with options of its own, which are replaced
@@ -307,12 +309,28 @@ def test_nothing_there_is_refused(pair, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
         save(tmp_path / "file", *pair)
+    inside = save(tmp_path / "run", *pair)
+    before = everything(inside)
+    for call in (latest, lambda folder: save(folder, *pair), lambda folder: save(folder, *pair, wait=False)):
+        with pytest.raises(CheckpointError, match=r"it is a checkpoint itself, expected .*; name .*run"):
+            call(inside)
+    assert everything(inside) == before
     (tmp_path / "gone").mkdir()
     with contextlib.chdir(tmp_path / "gone"):
         (tmp_path / "gone").rmdir()
         for call in (load, save):
             with pytest.raises(CheckpointError, match="run: FileNotFoundError: "):
                 call("run", *pair)
+
+
+def test_wrapper_with_state_of_its_own_is_saved_itself(pair, tmp_path):
+    model, inner = pair
+    wrapper, other = torch.optim.AdamW(groups_of(model)), make(torch.optim.AdamW, torch.bfloat16, seed=5)
+    wrapper.optimizer = inner
+    train(model, wrapper, 1)
+    save(tmp_path, model, wrapper)
+    load(tmp_path, *other)
+    assert content(*other) == content(model, wrapper)
 
 
 UNSAVEABLE = "extra or a parameter group holds an object, expected numbers"

@@ -1,6 +1,7 @@
 """Loops around Accelerate: the bits with a scheduler are those without."""
 
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from support.frameworks import MARKS, Predictor, Run, Sentences, Training, adamw, compare, dtypes
 from torch.utils.data import DataLoader
+
+from superadam.integrations import distributed_checkpoint
 
 pytestmark = MARKS
 
@@ -75,14 +78,17 @@ def test_mixed_precision():
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_states_that_are_saved_and_loaded(moments, tmp_path):
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_states_that_are_saved_and_loaded(moments, is_ours, tmp_path):
     """Training goes on from what was saved, while the scheduler stays open."""
 
     def save_or_load(accelerator, epoch):
+        wrapped = accelerator._models[0], accelerator._optimizers[0]
         if epoch == 0:
-            accelerator.save_state(str(tmp_path))
+            shutil.rmtree(tmp_path)  # of the other run
+            distributed_checkpoint.save(tmp_path, *wrapped) if is_ours else accelerator.save_state(str(tmp_path))
         if epoch == 1:
-            accelerator.load_state(str(tmp_path))
+            distributed_checkpoint.load(tmp_path, *wrapped) if is_ours else accelerator.load_state(str(tmp_path))
 
     seen = compare(accelerated(torch.bfloat16, moments=moments, epochs=3, at_end=save_or_load))
     losses = [value for name, value in seen.items() if name.endswith("loss")]
