@@ -295,14 +295,15 @@ class SpeculativeCPUAdam(Optimizer):
     def _make_step(self) -> StepOutcome:
         verdicts = self._verdicts
         with self._binding.on_all_ranks(Question.STEP, self.param_groups):
-            limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
+            is_lasting = verdicts.limit_of_next_step is None
+            limit = verdicts.max_grad_norm if is_lasting else verdicts.limit_of_next_step
             self._binding.catch_up()
             with deferred_signals():  # a step is made wholly or not at all
                 transaction = self._binding.bound_now(self.param_groups)
                 if self._binding.is_flattened:
                     refuse_limit_of_shard(limit)
                 gradients = gather(transaction.table, runs_of(self.param_groups))
-                outcome, applied = transaction.step(gradients, limit)
+                outcome, applied = transaction.step(gradients, limit, is_lasting=is_lasting)
                 verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
                 setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
                 self._binding.conclude(transaction, outcome, applied)

@@ -74,7 +74,7 @@ class Applied(NamedTuple):
         norm: of them on this rank, as they arrived.
         factor: by which most were multiplied; None where that was not one number, and `unscaling` where they differ.
         unscaling: what `factor` is without clipping.
-        is_own: whether the optimizer clipped, by its own limit.
+        is_own: whether the optimizer clipped, by its own limit that lasts.
     """
 
     norm: float
