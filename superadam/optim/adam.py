@@ -308,9 +308,10 @@ class SpeculativeCPUAdam(Optimizer):
                 setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
                 self._binding.conclude(transaction, outcome, applied)
         if outcome.kind is StepKind.SKIPPED and (verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
+            advice = "" if verdicts.on_nonfinite == "skip" else ", or set on_nonfinite='skip'"
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
-                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
+                f"lower the learning rate or the loss scale{advice}"
             )
         return outcome
 
@@ -436,6 +437,8 @@ class SpeculativeCPUAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
+        After a state without masters was loaded, as torch's, `master` comes with the next step.
+
         Accepted steps are committed first. While a program refers to the dict or to anything in it, that shows each
         step when `step()` returns, and the step of those parameters is not made during backward.
 
@@ -474,7 +477,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
+        """Return groups and state as `torch.optim.Optimizer.state_dict` does, with the `master` of each working copy.
 
         Tensors are live, as in torch: while they are kept they have the values of the last step, counts included.
         Accepted steps are committed first; gradients that wait for their verdict are not included.
