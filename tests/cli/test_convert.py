@@ -84,6 +84,16 @@ def test_what_is_not_given_is_as_in_deepspeed(kind: str, torchs: bool, mode: boo
     assert calls_of({})["SpeculativeCPUAdamW"] == {"max_grad_norm": 1.0}  # the program makes its own
 
 
+def test_fp16_keeps_fp32_weights_because_torch_unscales_no_gradients_in_fp16() -> None:
+    for enabled in (True, "auto"):
+        config = {"fp16": {"enabled": enabled}, "zero_optimization": {"stage": 2}}
+        text = translation.translated(config)
+        assert "model.to(" not in text
+        assert ("fp16" in calls_of(config)["TrainingArguments"]) is (enabled is True)
+        assert f"# fp16.enabled: {enabled}: fp32 weights, torch.autocast to fp16 and torch.amp.GradScaler" in text
+    assert "model.to(torch.bfloat16)" in translation.translated({"bf16": {"enabled": True}})
+
+
 def test_adam_without_adam_w_mode_decays_by_the_gradient() -> None:
     for mode, kind in ((True, "SpeculativeCPUAdamW"), (False, "SpeculativeCPUAdam")):
         assert next(iter(calls_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": mode}}}))) == kind

@@ -200,19 +200,19 @@ def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
 
 
 def _dtype(found: _Settings, unread: dict[str, Any]) -> str | None:
-    kinds = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-    chosen = None
-    for kind, dtype in kinds.items():
-        enabled = unread.pop(f"{kind}.enabled", False)
-        if enabled == AUTO:
-            found.notes.append(f"{kind}.enabled: auto: load the model in that dtype, with fp32 masters here")
-        elif enabled:
-            chosen = dtype
-    if chosen == "torch.float16":
-        found.notes.append("fp16.enabled: True: torch.amp.GradScaler scales the loss, or fp16=True of a Trainer")
+    enabled = unread.pop("bf16.enabled", False)
+    if enabled == AUTO:
+        found.notes.append("bf16.enabled: auto: load the model in that dtype, with fp32 masters here")
+    scaled = unread.pop("fp16.enabled", False)
+    if scaled:  # there with weights in fp16
+        found.trainer |= {} if scaled == AUTO else {"fp16": "True"}
+        found.notes.append(
+            f"fp16.enabled: {scaled}: fp32 weights, torch.autocast to fp16 and torch.amp.GradScaler, which takes no "
+            "gradients in fp16, or fp16=True of a Trainer; weights in bf16 need neither"
+        )
     if unread.pop("bf16.bf16_optimizer_states", False):
         found.optimizer["moments"] = found.offload["moments"] = '"bf16"'
-    return chosen
+    return "torch.bfloat16" if enabled and enabled != AUTO else None
 
 
 def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ def _text(found: _Settings, kind: str, stage: int, dtype: str | None) -> str:
         f"optimizer = {call(kind, ['model.parameters()'], found.optimizer)}",
         "scheduler = OffloadScheduler(optimizer, model)",
         "",
-        "# a Trainer of transformers or TRL, whose model is loaded in that dtype",
+        f"# a Trainer of transformers or TRL{', whose model is loaded in that dtype' if dtype else ''}",
         f"arguments = {call('TrainingArguments', [], found.trainer)}",
         call("offload", ["trainer"], found.offload),
     ]
