@@ -61,9 +61,10 @@ def offload(
         RuntimeError: the Trainer has another optimizer already, trains with superadam already, or trains with
             DeepSpeed, DistributedDataParallel or FSDP1.
         TypeError: the scheduler has no such option; or, from `train()`, the Trainer made another optimizer.
-        ValueError: `moments` or `master` names no format, or, perhaps from `train()`, an optimizer of ours has another.
+        ValueError: `moments` or `master` names no format, or, perhaps from `train()`, an optimizer of ours has another;
+            or, from `train()`, an option of the scheduler is out of range.
 
-    Whatever is raised, the Trainer was not changed.
+    Whatever this raises, the Trainer was not changed.
 
     How Trainers are used: https://github.com/superadam/superadam/blob/main/docs/frameworks.md
     """

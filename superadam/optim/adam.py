@@ -295,21 +295,23 @@ class SpeculativeCPUAdam(Optimizer):
     def _make_step(self) -> StepOutcome:
         verdicts = self._verdicts
         with self._binding.on_all_ranks(Question.STEP, self.param_groups):
-            limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
+            is_lasting = verdicts.limit_of_next_step is None
+            limit = verdicts.max_grad_norm if is_lasting else verdicts.limit_of_next_step
             self._binding.catch_up()
             with deferred_signals():  # a step is made wholly or not at all
                 transaction = self._binding.bound_now(self.param_groups)
                 if self._binding.is_flattened:
                     refuse_limit_of_shard(limit)
                 gradients = gather(transaction.table, runs_of(self.param_groups))
-                outcome, applied = transaction.step(gradients, limit)
+                outcome, applied = transaction.step(gradients, limit, is_lasting=is_lasting)
                 verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
                 setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
                 self._binding.conclude(transaction, outcome, applied)
         if outcome.kind is StepKind.SKIPPED and (verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
+            advice = "" if verdicts.on_nonfinite == "skip" else ", or set on_nonfinite='skip'"
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
-                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
+                f"lower the learning rate or the loss scale{advice}"
             )
         return outcome
 
@@ -435,6 +437,8 @@ class SpeculativeCPUAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
+        After a state without masters was loaded, as torch's, `master` comes with the next step.
+
         Accepted steps are committed first. While a program refers to the dict or to anything in it, that shows each
         step when `step()` returns, and the step of those parameters is not made during backward.
 
@@ -473,7 +477,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
+        """Return groups and state as `torch.optim.Optimizer.state_dict` does, with the `master` of each working copy.
 
         Tensors are live, as in torch: while they are kept they have the values of the last step, counts included.
         Accepted steps are committed first; gradients that wait for their verdict are not included.

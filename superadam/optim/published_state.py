@@ -23,7 +23,7 @@ from superadam.kernels.hyperparameters import number_of
 from superadam.kernels.places import address_of
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
-from superadam.state.parameter import TENSORS, ParameterState
+from superadam.state.parameter import TENSORS, ParameterState, differing
 from superadam.state.table import ParameterTable
 
 
@@ -58,8 +58,22 @@ class PublishedState:
         if sys.getrefcount(self.entries) <= _ALONE + 1:
             for row in rows.tolist():
                 state = table.states[row]
+                self._encode_again(state)
                 table.is_held[row] = row in moved or not self._is_as_read(state, table) or self._is_held(state)
         table.is_exposed, table.is_any_held = False, bool(table.is_held.any())
+
+    def _encode_again(self, state: ParameterState) -> None:
+        """Let go of what an entry has decoded, if no program has it or has written to it."""
+        entry = self.entries.get(state.parameter)
+        if not isinstance(entry, Entry) or sys.getrefcount(self.entries[state.parameter]) > _ALONE + 2:
+            return
+        for key in [*entry.decoded]:
+            if not _was_read_from(state, key, entry) or _is_referenced(raw(entry), key, _STAND_IN):
+                continue
+            value, encoded, _ = entry.decoded[key]
+            if not differing(shards.local_of(value), shards.local_of(encoded.decoded())).any():
+                entry[key] = encoded
+                del entry.decoded[key]
 
     def let_go(self, states: Sequence[ParameterState]) -> None:
         """Let go of stand-ins that no program has. Call `read` first: a write to one of them would be lost."""

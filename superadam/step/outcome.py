@@ -20,7 +20,7 @@ class StepKind(enum.Enum):
     COMMITTED = "committed"
     """The update was applied with unchanged gradients."""
     CLIPPED = "clipped"
-    """The update was applied with gradients scaled down to `max_grad_norm`."""
+    """The update was applied with gradients times `clip_coefficient`: scaled down to `max_grad_norm`, or by others."""
     SKIPPED = "skipped"
     """Nothing was changed and `step` did not advance, because a gradient was Inf or NaN."""
 
@@ -32,10 +32,12 @@ class StepOutcome:
     Attributes:
         kind: committed, clipped or skipped.
         grad_norm: global 2-norm of all (unscaled) gradients before clipping, summed in fp64; Inf or NaN when skipped.
-            Where others multiplied gradients and there is no limit, it is that of the products before they are rounded.
+            Where others multiplied gradients by several factors, or on several ranks, it is that of the products,
+            without a limit before they are rounded.
         clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, an fp32 value of at
             most 1 (as in `torch.nn.utils.clip_grad_norm_`), times the factor by which others multiplied all gradients,
-            where the optimizer knows it because it had taken them, on one rank.
+            for whatever reason, where the optimizer knows it because it had taken them, on one rank. Unscaling by a
+            `GradScaler` is no such factor.
         nonfinite: number of gradient elements that are Inf or NaN; each replica counts.
 
     Where parameters are DTensors, it is the same on all ranks.
@@ -74,7 +76,7 @@ class Applied(NamedTuple):
         norm: of them on this rank, as they arrived.
         factor: by which most were multiplied; None where that was not one number, and `unscaling` where they differ.
         unscaling: what `factor` is without clipping.
-        is_own: whether the optimizer clipped, by its own limit.
+        is_own: whether the optimizer clipped, by its own limit that lasts.
     """
 
     norm: float

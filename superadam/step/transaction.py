@@ -219,11 +219,14 @@ class Transaction:
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: StepGradients, max_norm: float | None) -> tuple[StepOutcome, Applied | None]:
+    def step(
+        self, gradients: StepGradients, max_norm: float | None, *, is_lasting: bool = True
+    ) -> tuple[StepOutcome, Applied | None]:
         """Make a step with these gradients if all are finite; drop everything else that waits for a verdict.
 
-        A `max_norm` of None or inf is no limit. Also returns what was done to gradients that were taken; None where
-        none was, or the step was skipped. Its caller defers signals, so that it is made wholly or not at all.
+        A `max_norm` of None or inf is no limit; it lasts where it is not that of this step alone. Also returns what was
+        done to gradients that were taken; None where none was, or the step was skipped. Its caller defers signals, so
+        that it is made wholly or not at all.
         """
         with (
             self.lock,
@@ -250,7 +253,7 @@ class Transaction:
                 self._drop(self.in_phase(Phase.SPECULATED))
             else:
                 accepted = self._apply(contributions, outcome.clip_coefficient)
-                is_own = outcome.kind is StepKind.CLIPPED
+                is_own = is_lasting and outcome.kind is StepKind.CLIPPED
                 applied = tell("learning the factor of a step", self._applied, contributions, arrived, is_own=is_own)
             self.table.norm.clear()
             tell("counting what became of speculation", self._count, accepted, begin)

@@ -65,6 +65,35 @@ def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any], e
     assert calls["TrainingArguments"]["max_grad_norm"] == (expected or 0)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("torchs", [False, True])
+@pytest.mark.parametrize("mode", [False, True])
+def test_what_is_not_given_is_as_in_deepspeed(kind: str, torchs: bool, mode: bool) -> None:
+    """Whose AdamW does not decay unless it is torch's, and whose schedules warm up."""
+    name = "SpeculativeCPUAdamW" if mode or kind == "AdamW" else "SpeculativeCPUAdam"
+    decay = 0.01 if torchs and name == "SpeculativeCPUAdamW" else 0.0
+    for schedule in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+        options = {"type": kind, "params": {"torch_adam": torchs, "adam_w_mode": mode}}
+        config = {"optimizer": options, "scheduler": {"type": schedule}}
+        calls = calls_of(config)
+        assert calls[name] == {"lr": 1e-3, "weight_decay": decay, "max_grad_norm": 1.0}
+        arguments = calls["TrainingArguments"]
+        assert (arguments["learning_rate"], arguments["weight_decay"], arguments["warmup_steps"]) == (1e-3, decay, 1000)
+        notes = translation.translated(config)
+        assert ("warmup_max_lr: 0.001 there unless given" in notes) is (schedule == "WarmupDecayLR")
+    assert calls_of({})["SpeculativeCPUAdamW"] == {"max_grad_norm": 1.0}  # the program makes its own
+
+
+def test_fp16_keeps_fp32_weights_because_torch_unscales_no_gradients_in_fp16() -> None:
+    for enabled in (True, "auto"):
+        config = {"fp16": {"enabled": enabled}, "zero_optimization": {"stage": 2}}
+        text = translation.translated(config)
+        assert "model.to(" not in text
+        assert ("fp16" in calls_of(config)["TrainingArguments"]) is (enabled is True)
+        assert f"# fp16.enabled: {enabled}: fp32 weights, torch.autocast to fp16 and torch.amp.GradScaler" in text
+    assert "model.to(torch.bfloat16)" in translation.translated({"bf16": {"enabled": True}})
+
+
 def test_adam_without_adam_w_mode_decays_by_the_gradient() -> None:
     for mode, kind in ((True, "SpeculativeCPUAdamW"), (False, "SpeculativeCPUAdam")):
         assert next(iter(calls_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": mode}}}))) == kind

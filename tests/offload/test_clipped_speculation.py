@@ -81,6 +81,7 @@ class Recipe:
     Attributes:
         share: of the steps that are clipped.
         own, torchs: limits of the norm, by the optimizer and by `clip_grad_norm_`.
+        called: what the optimizer's own `clip_grad_norm_` is called with; None for no call.
         loss_scale: of a GradScaler; None for none.
         micro: batches of a step.
         is_hinted: whether all but the last are within `accumulate()`.
@@ -93,6 +94,7 @@ class Recipe:
     share: float = 1.0
     own: float | None = LIMIT
     torchs: float | None = None
+    called: float | None = None
     loss_scale: float | None = None
     micro: int = 1
     is_hinted: bool = False
@@ -136,6 +138,7 @@ RECIPES = {
     "in 8 bits": Recipe(share=0.5, storage={"moments": "8bit", "master": "24bit"}, is_patched=None),
     "in bf16, by torch": by_torch(storage={"moments": "bf16"}, is_patched=None),
     "masters of 24 bits, accumulated": Recipe(micro=2, storage={"master": "24bit"}, is_patched=None),
+    "by the optimizer's method": Recipe(own=None, called=LIMIT),
 }
 
 
@@ -172,6 +175,8 @@ class Training:
             self.scaler.unscale_(self.optimizer)
         if self.recipe.torchs is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.torchs)
+        if self.recipe.called is not None:
+            self.optimizer.clip_grad_norm_(self.recipe.called)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()

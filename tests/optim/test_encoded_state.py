@@ -27,7 +27,7 @@ from support.visible import (
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import distributed_checkpoint
 from superadam.optim.entry import Encoded, Entry, raw
 from superadam.state import compact
@@ -83,6 +83,26 @@ def test_nothing_is_decoded_that_nobody_asks_for(look: str) -> None:
     optimizer = trained(make())
     LOOKS[look](optimizer)
     assert decoded(optimizer) == []
+
+
+@pytest.mark.parametrize("use", ["dropped", "held", "written"])
+def test_what_was_read_goes_with_the_next_bucket_unless_a_program_has_it_or_wrote_to_it(use: str) -> None:
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), moments="8bit", master="24bit")
+    with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=64) as scheduler:
+        for step in range(3):
+            model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+            if step == 2:
+                entry = optimizer._binding.published.entries[model.weight]
+                assert isinstance(raw(entry)["exp_avg"], Encoded) is (use == "dropped")
+                assert scheduler.statistics.waiting_buckets == (1 if use == "dropped" else 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            read = optimizer.state[model.weight]["exp_avg"]
+            if use == "written":
+                read.fill_(1 / 3)
+            if use != "held":
+                del read
 
 
 def test_only_what_is_asked_for_is_decoded_and_goes_when_nobody_has_it() -> None:

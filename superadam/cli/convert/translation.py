@@ -167,11 +167,15 @@ def translated(config: dict[str, Any]) -> str:
 
 
 def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
+    is_made = str(unread.get("optimizer.type")).lower() in ("adam", "adamw")  # there, with defaults of its own
     kind = unread.pop("optimizer.type", "AdamW")
     decoupled = unread.pop("optimizer.params.adam_w_mode", True)
+    is_decoupled = str(kind).lower() != "adam" or decoupled is not False
+    decays = is_decoupled and unread.get("optimizer.params.torch_adam") is True
+    usual = {"lr": 1e-3, "weight_decay": 0.01 if decays else 0.0} if is_made else {}
     names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
     for name, theirs in names.items():
-        value = _number(f"optimizer.params.{name}", unread.pop(f"optimizer.params.{name}", None))
+        value = _number(f"optimizer.params.{name}", unread.pop(f"optimizer.params.{name}", usual.get(name)))
         if value == AUTO:
             found.notes.append(f"optimizer.params.{name}: auto, which is {theirs} of the Trainer")
         elif value is not None:
@@ -192,23 +196,23 @@ def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
     if str(kind).lower() not in ("adam", "adamw"):
         found.notes.append(f"optimizer.type: {_shown(kind)}: only Adam and AdamW; AdamW stands above")
         kind = "AdamW"
-    return "SpeculativeCPUAdam" if str(kind).lower() == "adam" and decoupled is False else "SpeculativeCPUAdamW"
+    return "SpeculativeCPUAdamW" if is_decoupled else "SpeculativeCPUAdam"
 
 
 def _dtype(found: _Settings, unread: dict[str, Any]) -> str | None:
-    kinds = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-    chosen = None
-    for kind, dtype in kinds.items():
-        enabled = unread.pop(f"{kind}.enabled", False)
-        if enabled == AUTO:
-            found.notes.append(f"{kind}.enabled: auto: load the model in that dtype, with fp32 masters here")
-        elif enabled:
-            chosen = dtype
-    if chosen == "torch.float16":
-        found.notes.append("fp16.enabled: True: torch.amp.GradScaler scales the loss, or fp16=True of a Trainer")
+    enabled = unread.pop("bf16.enabled", False)
+    if enabled == AUTO:
+        found.notes.append("bf16.enabled: auto: load the model in that dtype, with fp32 masters here")
+    scaled = unread.pop("fp16.enabled", False)
+    if scaled:  # there with weights in fp16
+        found.trainer |= {} if scaled == AUTO else {"fp16": "True"}
+        found.notes.append(
+            f"fp16.enabled: {scaled}: fp32 weights, torch.autocast to fp16 and torch.amp.GradScaler, which takes no "
+            "gradients in fp16, or fp16=True of a Trainer; weights in bf16 need neither"
+        )
     if unread.pop("bf16.bf16_optimizer_states", False):
         found.optimizer["moments"] = found.offload["moments"] = '"bf16"'
-    return chosen
+    return "torch.bfloat16" if enabled and enabled != AUTO else None
 
 
 def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
@@ -224,6 +228,8 @@ def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
         found.trainer["lr_scheduler_type"] = f'"{SCHEDULES[kind]}"'
     else:
         found.notes.append(f"scheduler.type: {_shown(kind)}: a learning-rate scheduler of torch")
+    if is_known and parameters["warmup_num_steps"] is None:
+        parameters["warmup_num_steps"] = 1000  # as there
     names = {"warmup_num_steps": "warmup_steps", "total_num_steps": "max_steps"}
     for key, value in parameters.items():
         if key in names and isinstance(value, int):
@@ -234,6 +240,8 @@ def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
             )
             which = f"auto, which is {instead} of the Trainer" if value == AUTO else f"{_shown(value)}: {instead}"
             found.notes.append(f"scheduler.params.{key}: {which}")
+    if kind == "WarmupDecayLR" and parameters["warmup_max_lr"] is None:
+        found.notes.append("scheduler.params.warmup_max_lr: 0.001 there unless given; transformers warms up to lr")
     if is_known and parameters["warmup_type"] is None:
         found.notes.append("scheduler.params.warmup_type: log there unless given; transformers warms up linearly")
 
@@ -250,7 +258,7 @@ def _text(found: _Settings, kind: str, stage: int, dtype: str | None) -> str:
         f"optimizer = {call(kind, ['model.parameters()'], found.optimizer)}",
         "scheduler = OffloadScheduler(optimizer, model)",
         "",
-        "# a Trainer of transformers or TRL, whose model is loaded in that dtype",
+        f"# a Trainer of transformers or TRL{', whose model is loaded in that dtype' if dtype else ''}",
         f"arguments = {call('TrainingArguments', [], found.trainer)}",
         call("offload", ["trainer"], found.offload),
     ]
