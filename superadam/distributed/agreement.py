@@ -135,6 +135,11 @@ class Ranks:
         self.agreed = self.number
         return RanksNorm(total, 0)
 
+    def copied_rows(self) -> set[int]:
+        """Return the positions of parameters whose sums have to be those of copies; all where that is not known yet."""
+        is_known = self.described == self._exchanged
+        return {row for row in range(len(self.described)) if not is_known or self._classes[row] > 0}
+
     def _exchange_descriptions(self) -> None:
         """Exchange the descriptions of all ranks, and find out what this rank counts.
 

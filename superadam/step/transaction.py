@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -322,19 +322,26 @@ class Transaction:
 
         `norm` is a copy of that of the gradients that wait, as they arrived; it becomes that of all as they are.
         """
-        if max_norm is not None and not math.isinf(max_norm):
+        has_limit = max_norm is not None and not math.isinf(max_norm)
+        copied = set[int]() if has_limit or self.ranks is None else self.ranks.copied_rows()
+        exact = list[_Contribution]()  # in place of those of parameters whose copies need not have been taken
+        if has_limit or copied:
             # Scaling a norm rounds differently from scaling its gradients, but for powers of two.
             products = _Products()
             for contribution in contributions:
                 if math.frexp(contribution.scale.factor)[0] != 0.5:
-                    contribution.apply_factors(products)
-        uncounted = [contribution for contribution in contributions if contribution.pending is None]
-        if uncounted:
-            self.table.compute_norm(self._job(uncounted)[1], norm)
+                    if has_limit:
+                        contribution.apply_factors(products)
+                    elif contribution.piece.state.row in copied:
+                        exact.append(replace(contribution))
+                        exact[-1].apply_factors(products)
         with np.errstate(all="ignore"):
             for contribution in contributions:
                 if contribution.scale.factor != 1.0:
                     norm.scale(self.table.chunks_of(contribution.piece.row), contribution.scale.factor)
+        uncounted = [*exact, *(contribution for contribution in contributions if contribution.pending is None)]
+        if uncounted:
+            self.table.compute_norm(self._job(uncounted)[1], norm)
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:

@@ -220,6 +220,28 @@ def test_some_ranks_train_together(rank):
         optimizer.step()
 
 
+@on_ranks(4)
+def test_copies_of_which_one_rank_has_made_the_products(rank):
+    """As where it alone looks at the memory of its gradients, while those of others wait with what is recorded."""
+    seen = []
+    for overlaps in (False, True):
+        model = Trained(tensor_parallel(rank))
+        optimizer = SpeculativeCPUAdamW(model.named(), lr=0.1)
+        options: dict[str, Any] = {"device": ThreadDevice(), "bucket_numel": 8, "num_threads": 1}
+        with OffloadScheduler(optimizer, model, **options) if overlaps else nullcontext():
+            for step in range(1, 4):
+                model.backward(step)
+                for parameter in model.of_name:
+                    if rank == 0:
+                        local(parameter.grad).data_ptr()
+                    parameter.grad.mul_(0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        seen.append([bits(local(parameter)) for parameter in model.of_name])
+        assert (optimizer.statistics.accepted > 0) is overlaps
+    assert seen[0] == seen[1]
+
+
 def norms_of_uneven_copies(rank: int, factor: float) -> list[float]:
     """Return norms of a gradient that rank 0 holds whole and the others in parts, on rank 0 multiplied by `factor`."""
     whole = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
