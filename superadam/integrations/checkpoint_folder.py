@@ -240,11 +240,10 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _run_of(path: Path) -> str | None:
     """Return the id of a checkpoint's run; None where its manifest cannot be read."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         manifest = json.loads(_read(path / _MANIFEST))
         return manifest.get("run") if isinstance(manifest, dict) else None
-    except (OSError, ValueError, RecursionError):
-        return None
+    return None
 
 
 def _part_of(path: Path) -> Path:
