@@ -86,6 +86,7 @@ def locate(path: Path) -> tuple[CheckpointFolder, bool]:
     is_checkpoint = (path / _MANIFEST).exists() or _NAME.fullmatch(path.name)
     if not is_checkpoint or (path / _LATEST).exists():
         return look(path), True
+    path = path.resolve()  # of a symbolic link to it
     there = look(path.parent)
     if path == there.newest:
         return there, True
