@@ -30,7 +30,7 @@ class OverlappedAdamW(SpeculativeCPUAdamW):
         super().__init__(params, **options)
         self._close_those_of({parameter for group in self.param_groups for parameter in group["params"]})
         self._is_new = True  # the hook stays: while hooks run, none may be taken away
-        self._attaching = self.register_step_post_hook(lambda optimizer, *_: optimizer.attach())
+        self.register_step_post_hook(lambda optimizer, *_: optimizer.attach())
 
     @classmethod
     def _close_those_of(cls, parameters: set[nn.Parameter]) -> None:
@@ -49,7 +49,7 @@ class OverlappedAdamW(SpeculativeCPUAdamW):
 
     def close(self) -> None:
         """Close the scheduler; training may go on without one."""
-        self._attaching.remove()
+        self._is_new = False
         self._close_those_of({parameter for group in self.param_groups for parameter in group["params"]})
 
 
