@@ -29,7 +29,8 @@ class OverlappedAdamW(SpeculativeCPUAdamW):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
         self._close_those_of({parameter for group in self.param_groups for parameter in group["params"]})
-        self._attaching = self.register_step_post_hook(lambda optimizer, *_: optimizer.attach())
+        self._is_new = True  # the hook stays: while hooks run, none may be taken away
+        self.register_step_post_hook(lambda optimizer, *_: optimizer.attach())
 
     @classmethod
     def _close_those_of(cls, parameters: set[nn.Parameter]) -> None:
@@ -40,14 +41,15 @@ class OverlappedAdamW(SpeculativeCPUAdamW):
                 cls._open.remove(scheduler)
 
     def attach(self) -> None:
-        """Open the scheduler; called after the first step."""
-        self._attaching.remove()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._open.append(OffloadScheduler(self, nn.ParameterList(parameters)))
+        """Open the scheduler; called after each step, does nothing after the first."""
+        if self._is_new:
+            self._is_new = False
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            self._open.append(OffloadScheduler(self, nn.ParameterList(parameters)))
 
     def close(self) -> None:
         """Close the scheduler; training may go on without one."""
-        self._attaching.remove()
+        self._is_new = False
         self._close_those_of({parameter for group in self.param_groups for parameter in group["params"]})
 
 

@@ -416,7 +416,7 @@ class ParameterState(Piece):
         where = differing(given, stored.to(given.dtype))
         if not where.any():
             return False
-        with torch_private.inference_mode(stored.is_inference()):  # where alone such a tensor can be written
+        with torch_private.inference_mode(stored.is_inference()), torch.no_grad():  # where alone it can be written
             stored[where] = given[where].to(stored.dtype)
             if key in self.encodings:
                 self.store(key, stored, in_place=True)

@@ -228,13 +228,13 @@ CHANGES = {
 
 
 def test_an_adopted_write_is_shown_by_what_stands_for_the_master() -> None:
-    """A master of another dtype that a program has put there has the parameter's values, not those of before."""
+    """A master of another dtype, or a leaf, that a program has put there has the values that were written."""
     shown = []
-    for is_put in (False, True):
+    for put in (None, torch.Tensor.double, nn.Parameter):
         optimizer = trained(make(torch.bfloat16))
         one = parameters_of(optimizer)[0]
-        if is_put:
-            held = optimizer.state[one]["master"].double()
+        if put is not None:
+            held = put(optimizer.state[one]["master"])
             optimizer.state[one]["master"] = held
         with torch.no_grad():
             one.mul_(0.5)
@@ -242,7 +242,7 @@ def test_an_adopted_write_is_shown_by_what_stands_for_the_master() -> None:
         assert torch.equal(optimizer.state[one]["master"].bfloat16(), one)
         train(optimizer, 3)
         shown.append([one.detach().clone(), optimizer.state[one]["master"].float()])
-    assert all(map(torch.equal, *shown))
+    assert all(all(map(torch.equal, shown[0], others)) for others in shown[1:])
 
 
 def _widen(optimizer: Any) -> None:
