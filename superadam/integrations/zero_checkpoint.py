@@ -52,11 +52,32 @@ class ZeroCheckpoint:
         self._adam = [each.get("base_optimizer_state", each.get("optimizer_state_dict", each)) for each in self._shards]
         self._groups = {number: group for group in self._adam[0]["param_groups"] for number in group["params"]}
         for group in self._groups.values():
-            if group.get("amsgrad") or not group.get("bias_correction", True):
-                raise CheckpointError("it was trained with amsgrad or without bias correction, expected plain Adam")
+            if not group.keys() & {"amsgrad", "bias_correction"} or group.keys() & {"max_grad_norm", "use_muon"}:
+                raise CheckpointError("it was trained with another optimizer, expected Adam or AdamW")
+            if group.get("amsgrad") or group.get("maximize") or not group.get("bias_correction", True):
+                raise CheckpointError(
+                    "it was trained with amsgrad, maximize or without bias correction, expected plain Adam"
+                )
         model = models[0]
+        config = model.get("ds_config")
+        config = config if isinstance(config, dict) else {}  # else the name of its file, as it was passed to DeepSpeed
+        zero, made = config.get("zero_optimization"), config.get("optimizer") or {}
+        if self._is_universal and isinstance(zero, dict) and zero.get("round_robin_gradients") and zero["stage"] == 2:
+            raise CheckpointError(
+                "ds_to_universal mixes parameters up with round_robin_gradients, load the checkpoint it was made of"
+            )
+        if made.get("type"):  # DeepSpeed's own Adam keeps this nowhere else; in groups, it is that of torch's
+            is_decoupled = made["type"].lower() != "adam" or bool(made.get("params", {}).get("adam_w_mode", True))
+            for group in self._groups.values():
+                group.setdefault("decoupled_weight_decay", is_decoupled)
         self._names: list[dict[str, Any]] = [dict(shapes) for shapes in model["param_shapes"]]
         self.places = {name: number for number, shapes in enumerate(self._names) for name in shapes}
+        states = [] if self._is_universal else [adam["state"] for adam in self._adam]
+        if lacking := [name for name, number in self.places.items() if any(number not in state for state in states)]:
+            raise CheckpointError(
+                f"it has no moments of {lacking[0]}, which SuperOffload does not save, expected both; begin anew with "
+                "the model that zero_to_fp32.py makes of it"
+            )
         weights = {name: value for name, value in model["module"].items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in weights.items() if value.numel() and name not in self.places}
         self.others |= _frozen(models)  # of which ZeRO-3 leaves nothing in `module`
@@ -90,29 +111,33 @@ class ZeroCheckpoint:
                 raise CheckpointError(f"{path} holds {type(values).__name__}, expected a tensor; it is damaged")
             return values
         number, pieces = self.places[name], []
-        for shard, adam in zip(self._shards, self._adam, strict=True):
+        for rank, (shard, adam) in enumerate(zip(self._shards, self._adam, strict=True)):
             if key != "fp32":
                 flat = adam["state"][number][key]
             elif "fp32_flat_groups" in shard:
                 flat = shard["fp32_flat_groups"][number]
             else:
                 flat = shard["single_partition_of_fp32_groups"][number]
-            begin, size = self._place(shard, number, name)
+            begin, size = self._place(rank, number, name)
             pieces.append(flat.narrow(0, begin, size))
         return torch.cat(pieces)[: math.prod(self.shapes[name])]
 
-    def _place(self, shard: dict[str, Any], number: int, name: str) -> tuple[int, int]:
+    def _place(self, rank: int, number: int, name: str) -> tuple[int, int]:
         """Return where the elements of a parameter begin in a flat group of a rank, and how many there are."""
-        if "param_slice_mappings" in shard:  # ZeRO-1 and 2, which cut the group
-            place = shard["param_slice_mappings"][number].get(name)
-            return (0, 0) if place is None else (place.start, place.numel)
-        begin = 0
-        for other, shape in self._names[number].items():  # ZeRO-3, which cuts each parameter and pads it
-            size = -(-math.prod(shape) // self._ranks)
+        shard, begin, size = self._shards[rank], 0, 0
+        are_cut = "fp32_flat_groups" in shard  # ZeRO-3 cuts each parameter and pads it; ZeRO-1 and 2 cut the group
+        paddings = shard.get("param_alignment_paddings")
+        for index, (other, shape) in enumerate(self._names[number].items()):
+            size = -(-math.prod(shape) // (self._ranks if are_cut else 1))
             if other == name:
                 break
-            begin += size
-        return begin, size
+            begin += size + (paddings[number][index] if paddings else 0)
+        if are_cut:
+            return begin, size
+        # `param_slice_mappings` tells the same, except with `round_robin_gradients`, for which it is wrong.
+        part = self._adam[rank]["state"][number]["exp_avg"].numel()
+        first, last = max(begin - rank * part, 0), min(begin + size - rank * part, part)
+        return (first, last - first) if first < last else (0, 0)
 
     def step(self, name: str) -> Any:
         """Return the step count of a trained parameter."""
