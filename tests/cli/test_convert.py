@@ -95,7 +95,7 @@ def test_fp16_keeps_fp32_weights_because_torch_unscales_no_gradients_in_fp16() -
 
 
 def test_adam_without_adam_w_mode_decays_by_the_gradient() -> None:
-    for mode, kind in ((True, "SpeculativeCPUAdamW"), (False, "SpeculativeCPUAdam")):
+    for mode, kind in ((True, "SpeculativeCPUAdamW"), (False, "SpeculativeCPUAdam"), (0, "SpeculativeCPUAdam")):
         assert next(iter(calls_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": mode}}}))) == kind
 
 
@@ -136,7 +136,22 @@ def test_auto_is_left_to_the_trainer() -> None:
         assert f"auto, which {'are' if ' ' in name else 'is'} {name} of the Trainer" in notes
 
 
+def test_older_forms_and_those_of_accelerate() -> None:
+    first = {"zero_optimization": True, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 1e3, "x": 1}}}
+    assert calls_of(first)["fully_shard"] == {"reshard_after_forward": False}
+    assert calls_of(first)["TrainingArguments"]["max_steps"] == 1000
+    assert "# scheduler.params.x: 1: a learning-rate scheduler of torch" in translation.translated(first)
+    assert "fully_shard(" not in translation.translated({"zero_optimization": False, "fp16": {"enabled": "false"}})
+    older = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
+    assert "offload_optimizer: none there" not in translation.translated(older)
+    text = translation.translated({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}})
+    assert "stage: auto, which is zero_stage of Accelerate" in text
+    assert "device: auto: offload_optimizer_device of Accelerate" in text
+
+
 def test_the_translation_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(USUAL))
+    config = {**USUAL, "url": 'a"//#, }'}
+    lines = json.dumps(config, indent=1).splitlines()
+    (tmp_path / "ds.json").write_text("\ufeff/* {\n*/" + " // ,\n".join(lines[:-1]) + ", # }\n}")  # as DeepSpeed reads
     assert main(["convert", str(tmp_path / "ds.json")]) == 0
-    assert capsys.readouterr().out == translation.translated(USUAL)
+    assert capsys.readouterr().out == translation.translated(config)
