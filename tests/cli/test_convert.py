@@ -56,8 +56,7 @@ def test_the_arguments_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
-    [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, None)],
+    ("config", "expected"), [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, None)]
 )
 def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any], expected: float | None) -> None:
     calls = calls_of(config)
@@ -141,12 +140,10 @@ def test_older_forms_and_those_of_accelerate() -> None:
     assert calls_of(first)["fully_shard"] == {"reshard_after_forward": False}
     assert calls_of(first)["TrainingArguments"]["max_steps"] == 1000
     assert "# scheduler.params.x: 1: a learning-rate scheduler of torch" in translation.translated(first)
-    assert "fully_shard(" not in translation.translated({"zero_optimization": False, "fp16": {"enabled": "false"}})
-    older = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
-    assert "offload_optimizer: none there" not in translation.translated(older)
+    assert "fp16=" not in translation.translated({"zero_optimization": False, "fp16": {"enabled": "false"}})
+    assert "none there" not in translation.translated({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     text = translation.translated({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}})
-    assert "stage: auto, which is zero_stage of Accelerate" in text
-    assert "device: auto: offload_optimizer_device of Accelerate" in text
+    assert text.count("of Accelerate") == 2
 
 
 def test_the_translation_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
