@@ -6,6 +6,7 @@ Nothing that a checkpoint names is executed: objects of DeepSpeed become inert o
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pickle
@@ -48,6 +49,7 @@ class ZeroCheckpoint:
         self._ranks: int = max(count) if isinstance(count, list) else count
         if not self._is_universal and len(shards) != self._ranks:
             raise CheckpointError(f"it has optim_states of {len(shards)} ranks, expected {self._ranks}; copy all of it")
+        self._is_cut = "fp32_flat_groups" in self._shards[0]
         # Adam's own state dict has this name in ZeRO-1 and 2, or this one in ZeRO-3, or only its groups were converted.
         self._adam = [each.get("base_optimizer_state", each.get("optimizer_state_dict", each)) for each in self._shards]
         self._groups = {number: group for group in self._adam[0]["param_groups"] for number in group["params"]}
@@ -122,17 +124,26 @@ class ZeroCheckpoint:
             pieces.append(flat.narrow(0, begin, size))
         return torch.cat(pieces)[: math.prod(self.shapes[name])]
 
+    @functools.cached_property
+    def _sizes(self) -> dict[str, tuple[int, int]]:
+        """Return where each parameter begins and how many elements it has in a flat group: of a rank, or of all ranks.
+
+        ZeRO-3 cuts each parameter for the ranks and pads it; ZeRO-1 and 2 cut the group.
+        """
+        parts = self._ranks if self._is_cut else 1
+        paddings = self._shards[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in self._names]
+        sizes = {}
+        for shapes, padding in zip(self._names, paddings, strict=True):
+            begin = 0
+            for (name, shape), unused in zip(shapes.items(), padding, strict=True):
+                sizes[name] = begin, -(-math.prod(shape) // parts)
+                begin += sizes[name][1] + unused
+        return sizes
+
     def _place(self, rank: int, number: int, name: str) -> tuple[int, int]:
         """Return where the elements of a parameter begin in a flat group of a rank, and how many there are."""
-        shard, begin, size = self._shards[rank], 0, 0
-        are_cut = "fp32_flat_groups" in shard  # ZeRO-3 cuts each parameter and pads it; ZeRO-1 and 2 cut the group
-        paddings = shard.get("param_alignment_paddings")
-        for index, (other, shape) in enumerate(self._names[number].items()):
-            size = -(-math.prod(shape) // (self._ranks if are_cut else 1))
-            if other == name:
-                break
-            begin += size + (paddings[number][index] if paddings else 0)
-        if are_cut:
+        begin, size = self._sizes[name]
+        if self._is_cut:
             return begin, size
         # `param_slice_mappings` tells the same, except with `round_robin_gradients`, for which it is wrong.
         part = self._adam[rank]["state"][number]["exp_avg"].numel()
