@@ -229,7 +229,7 @@ def _read_group(group: Mapping[str, Any], own_group: Mapping[str, Any], index: i
         raise ValueError(
             f"group {index} of the state dict lacks {', '.join(missing)}; load a checkpoint of Adam, AdamW or superadam"
         )
-    if uncorrected := [key for key in _CORRECTION if key in group and not group[key]]:
+    if uncorrected := [key for key in _CORRECTION if not group.get(key, True) and own_group.get(key, True)]:
         raise ValueError(
             f"group {index} of the state dict has {uncorrected[0]} {group[uncorrected[0]]!r}, expected True, as here; "
             "set that to go on with moments that are corrected"
