@@ -62,7 +62,7 @@ class ZeroCheckpoint:
                 )
         model = models[0]
         config = model.get("ds_config")
-        config = config if isinstance(config, dict) else {}  # else the name of its file, as it was passed to DeepSpeed
+        config = config if isinstance(config, dict) else {}  # None in older ones
         zero, made = config.get("zero_optimization"), config.get("optimizer") or {}
         if self._is_universal and isinstance(zero, dict) and zero.get("round_robin_gradients") and zero["stage"] == 2:
             raise CheckpointError(
@@ -77,8 +77,8 @@ class ZeroCheckpoint:
         states = [] if self._is_universal else [adam["state"] for adam in self._adam]
         if lacking := [name for name, number in self.places.items() if any(number not in state for state in states)]:
             raise CheckpointError(
-                f"it has no moments of {lacking[0]}, which SuperOffload does not save, expected both; begin anew with "
-                "the model that zero_to_fp32.py makes of it"
+                f"it has no moments of {lacking[0]}, as before the first step or of SuperOffload, which saves none, "
+                "expected both; begin anew with the model that zero_to_fp32.py makes of it"
             )
         weights = {name: value for name, value in model["module"].items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in weights.items() if value.numel() and name not in self.places}
