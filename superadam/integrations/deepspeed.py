@@ -119,6 +119,14 @@ def _state_dict(
         kinds = [{key: checkpoint.group_of(name)[key] for key in continued} for name, _ in own]
         if any(kind != kinds[0] for kind in kinds):
             raise CheckpointError("it has other parameter groups than the optimizer, expected those of the same model")
+        is_decoupled = group["decoupled_weight_decay"]
+        kind = checkpoint.group_of(own[0][0]).get("decoupled_weight_decay", is_decoupled) if own else is_decoupled
+        if kind != is_decoupled and kinds[0]["weight_decay"]:
+            ways = "that of Adam (L2)", "that of AdamW"
+            raise CheckpointError(
+                f"its weight decay is {ways[kind]}, expected {ways[is_decoupled]} as in the optimizer; make it a "
+                f"SpeculativeCPUAdam{'W' * kind}"
+            )
         first = len(ordered)
         ordered += own
         groups.append({**group, **(kinds[0] if kinds else {}), "params": [*range(first, len(ordered))]})

@@ -6,6 +6,7 @@ Nothing that a checkpoint names is executed: objects of DeepSpeed become inert o
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pickle
@@ -48,15 +49,37 @@ class ZeroCheckpoint:
         self._ranks: int = max(count) if isinstance(count, list) else count
         if not self._is_universal and len(shards) != self._ranks:
             raise CheckpointError(f"it has optim_states of {len(shards)} ranks, expected {self._ranks}; copy all of it")
+        self._is_cut = "fp32_flat_groups" in self._shards[0]
         # Adam's own state dict has this name in ZeRO-1 and 2, or this one in ZeRO-3, or only its groups were converted.
         self._adam = [each.get("base_optimizer_state", each.get("optimizer_state_dict", each)) for each in self._shards]
         self._groups = {number: group for group in self._adam[0]["param_groups"] for number in group["params"]}
         for group in self._groups.values():
-            if group.get("amsgrad") or not group.get("bias_correction", True):
-                raise CheckpointError("it was trained with amsgrad or without bias correction, expected plain Adam")
+            if not group.keys() & {"amsgrad", "bias_correction"} or group.keys() & {"max_grad_norm", "use_muon"}:
+                raise CheckpointError("it was trained with another optimizer, expected Adam or AdamW")
+            if group.get("amsgrad") or group.get("maximize") or not group.get("bias_correction", True):
+                raise CheckpointError(
+                    "it was trained with amsgrad, maximize or without bias correction, expected plain Adam"
+                )
         model = models[0]
+        config = model.get("ds_config")
+        config = config if isinstance(config, dict) else {}  # None in older ones
+        zero, made = config.get("zero_optimization"), config.get("optimizer") or {}
+        if self._is_universal and isinstance(zero, dict) and zero.get("round_robin_gradients") and zero["stage"] == 2:
+            raise CheckpointError(
+                "ds_to_universal mixes parameters up with round_robin_gradients, load the checkpoint it was made of"
+            )
+        if made.get("type"):  # DeepSpeed's own Adam keeps this nowhere else; in groups, it is that of torch's
+            is_decoupled = made["type"].lower() != "adam" or bool(made.get("params", {}).get("adam_w_mode", True))
+            for group in self._groups.values():
+                group.setdefault("decoupled_weight_decay", is_decoupled)
         self._names: list[dict[str, Any]] = [dict(shapes) for shapes in model["param_shapes"]]
         self.places = {name: number for number, shapes in enumerate(self._names) for name in shapes}
+        states = [] if self._is_universal else [adam["state"] for adam in self._adam]
+        if lacking := [name for name, number in self.places.items() if any(number not in state for state in states)]:
+            raise CheckpointError(
+                f"it has no moments of {lacking[0]}, as before the first step or of SuperOffload, which saves none, "
+                "expected both; begin anew with the model that zero_to_fp32.py makes of it"
+            )
         weights = {name: value for name, value in model["module"].items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in weights.items() if value.numel() and name not in self.places}
         self.others |= _frozen(models)  # of which ZeRO-3 leaves nothing in `module`
@@ -90,29 +113,42 @@ class ZeroCheckpoint:
                 raise CheckpointError(f"{path} holds {type(values).__name__}, expected a tensor; it is damaged")
             return values
         number, pieces = self.places[name], []
-        for shard, adam in zip(self._shards, self._adam, strict=True):
+        for rank, (shard, adam) in enumerate(zip(self._shards, self._adam, strict=True)):
             if key != "fp32":
                 flat = adam["state"][number][key]
             elif "fp32_flat_groups" in shard:
                 flat = shard["fp32_flat_groups"][number]
             else:
                 flat = shard["single_partition_of_fp32_groups"][number]
-            begin, size = self._place(shard, number, name)
+            begin, size = self._place(rank, number, name)
             pieces.append(flat.narrow(0, begin, size))
         return torch.cat(pieces)[: math.prod(self.shapes[name])]
 
-    def _place(self, shard: dict[str, Any], number: int, name: str) -> tuple[int, int]:
+    @functools.cached_property
+    def _sizes(self) -> dict[str, tuple[int, int]]:
+        """Return where each parameter begins and how many elements it has in a flat group: of a rank, or of all ranks.
+
+        ZeRO-3 cuts each parameter for the ranks and pads it; ZeRO-1 and 2 cut the group.
+        """
+        parts = self._ranks if self._is_cut else 1
+        paddings = self._shards[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in self._names]
+        sizes = {}
+        for shapes, padding in zip(self._names, paddings, strict=True):
+            begin = 0
+            for (name, shape), unused in zip(shapes.items(), padding, strict=True):
+                sizes[name] = begin, -(-math.prod(shape) // parts)
+                begin += sizes[name][1] + unused
+        return sizes
+
+    def _place(self, rank: int, number: int, name: str) -> tuple[int, int]:
         """Return where the elements of a parameter begin in a flat group of a rank, and how many there are."""
-        if "param_slice_mappings" in shard:  # ZeRO-1 and 2, which cut the group
-            place = shard["param_slice_mappings"][number].get(name)
-            return (0, 0) if place is None else (place.start, place.numel)
-        begin = 0
-        for other, shape in self._names[number].items():  # ZeRO-3, which cuts each parameter and pads it
-            size = -(-math.prod(shape) // self._ranks)
-            if other == name:
-                break
-            begin += size
-        return begin, size
+        begin, size = self._sizes[name]
+        if self._is_cut:
+            return begin, size
+        # `param_slice_mappings` tells the same, except with `round_robin_gradients`, for which it is wrong.
+        part = self._adam[rank]["state"][number]["exp_avg"].numel()
+        first, last = max(begin - rank * part, 0), min(begin + size - rank * part, part)
+        return (first, last - first) if first < last else (0, 0)
 
     def step(self, name: str) -> Any:
         """Return the step count of a trained parameter."""

@@ -56,8 +56,7 @@ def test_the_arguments_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
-    [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, None)],
+    ("config", "expected"), [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, None)]
 )
 def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any], expected: float | None) -> None:
     calls = calls_of(config)
@@ -67,7 +66,7 @@ def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any], e
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam"])
 @pytest.mark.parametrize("torchs", [False, True])
-@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("mode", [0, False, True])
 def test_what_is_not_given_is_as_in_deepspeed(kind: str, torchs: bool, mode: bool) -> None:
     """Whose AdamW does not decay unless it is torch's, and whose schedules warm up."""
     name = "SpeculativeCPUAdamW" if mode or kind == "AdamW" else "SpeculativeCPUAdam"
@@ -131,7 +130,20 @@ def test_auto_is_left_to_the_trainer() -> None:
         assert f"auto, which {'are' if ' ' in name else 'is'} {name} of the Trainer" in notes
 
 
+def test_older_forms_and_those_of_accelerate() -> None:
+    first = {"zero_optimization": True, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 1e3, "x": 1}}}
+    assert calls_of(first)["fully_shard"] == {"reshard_after_forward": False}
+    assert calls_of(first)["TrainingArguments"]["max_steps"] == 1000
+    assert "# scheduler.params.x: 1: a learning-rate scheduler of torch" in translation.translated(first)
+    assert "fp16=" not in translation.translated({"zero_optimization": False, "fp16": {"enabled": "false"}})
+    assert "none there" not in translation.translated({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    text = translation.translated({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}})
+    assert text.count("of Accelerate") == 2
+
+
 def test_the_translation_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(USUAL))
+    config = {**USUAL, "url": 'a"//#, }'}
+    lines = json.dumps(config, indent=1).splitlines()
+    (tmp_path / "ds.json").write_text("\ufeff/* {\n*/" + " // ,\n".join(lines[:-1]) + ", # }\n}")  # as DeepSpeed reads
     assert main(["convert", str(tmp_path / "ds.json")]) == 0
-    assert capsys.readouterr().out == translation.translated(USUAL)
+    assert capsys.readouterr().out == translation.translated(config)

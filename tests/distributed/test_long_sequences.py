@@ -200,10 +200,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
         "3 heads cannot be divided among 2",
         {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
     ),
-    "dynamic rope": (
-        "type dynamic",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-    ),
+    "dynamic rope": ("type dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     "a sequence of 31": ("31 tokens cannot be divided", {"batch": lambda ids: ids[:, 1:]}),
     "batches that differ": ("different batches", {"batch": lambda ids: ids + dist.get_rank()}),
     "another model": ("Gemma2ForCausalLM was not checked", {"model": Gemma2ForCausalLM}),

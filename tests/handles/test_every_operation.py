@@ -17,11 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from superadam import SpeculativeCPUAdamW
 from superadam.handles.gradient_handle import GradientHandle
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("one_torch_thread"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("one_torch_thread")]
 
 ONE_OF = 1 if DEEP else 12
 SAMPLES = 12

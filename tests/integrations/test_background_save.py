@@ -187,10 +187,7 @@ REACHES: dict[str, Callable[[Model, Any], object]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "way", "options"),
-    [
-        (torch.optim.AdamW, "plain", {}),
-        (SpeculativeCPUAdamW, "overlap", {"moments": "8bit", "master": "24bit"}),
-    ],
+    [(torch.optim.AdamW, "plain", {}), (SpeculativeCPUAdamW, "overlap", {"moments": "8bit", "master": "24bit"})],
 )
 def test_nothing_reaches_what_is_being_saved(kind, way, options, dtype, reach, tmp_path, monkeypatch):
     gate = Gate(monkeypatch, 3)

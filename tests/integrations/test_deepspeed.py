@@ -138,12 +138,15 @@ def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank):
     assert losses == pytest.approx(expected_losses("zero3-2"), rel=TOLERANCE)
 
 
-def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is():
+@pytest.mark.parametrize("key", ["bias_correction", "correct_bias"])  # of DeepSpeed, of transformers 4
+def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is_or_is_refused_without_correction(key):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = SpeculativeCPUAdamW([parameter])
-    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, key: True, "amsgrad": False}
     entry = {"step": 7, "exp_avg": torch.rand(3), "exp_avg_sq": torch.rand(3)}
-    optimizer.load_state_dict({"state": {0: entry}, "param_groups": [{**group, "amsgrad": False, "params": [0]}]})
+    with refused(optimizer, ValueError, f"{key} False, expected True, as here"):
+        optimizer.load_state_dict({"state": {0: entry}, "param_groups": [{**group, key: False, "params": [0]}]})
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": [{**group, "params": [0]}]})
     assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], entry["exp_avg_sq"])
     assert (optimizer.state[parameter]["step"], optimizer.param_groups[0]["lr"]) == (7, 0.1)
 
@@ -276,6 +279,28 @@ def changed_shapes(change: Any) -> Any:
     return changed_model(lambda content: change(*content["param_shapes"]))
 
 
+def changed_adam(change: Any) -> Any:
+    """Return what changes Adam's state in a file, without `param_slice_mappings`."""
+
+    def write(path: Path) -> None:
+        state = zero_checkpoint._read(path)["optimizer_state_dict"]
+        change(state["base_optimizer_state"])
+        path.unlink()  # which is mapped
+        kept = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
+        torch.save({"optimizer_state_dict": {key: state[key] for key in kept}}, path)
+
+    return write
+
+
+def decayed_as_adam(path: Path) -> None:
+    """Make a file one of DeepSpeed's own Adam with `adam_w_mode: false`."""
+    made = {"type": "Adam", "params": {"adam_w_mode": False}}
+    if "optim" in path.name:
+        changed_adam(lambda adam: [group.pop("decoupled_weight_decay") for group in adam["param_groups"]])(path)
+    else:
+        changed_model(lambda content: content["ds_config"].update(optimizer=made))(path)
+
+
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no optimizer": ("zero2-2", "*optim*", Path.unlink, r"no files \*optim_states.pt, expected a checkpoint of ZeRO"),
     "no model": ("zero2-2", "*model_states*", Path.unlink, r"no files \*model_states.pt"),
@@ -295,6 +320,22 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "*model*",
         changed_model(lambda content: content.pop("param_shapes")),
         r"another layout than DeepSpeed 0.19.8 writes \(KeyError\('param_shapes'\)\), convert it",
+    ),
+    **{
+        name: ("zero2-2", "*rank*optim*", changed_adam(change), sentence)
+        for name, change, sentence in (
+            ("SuperOffload", lambda adam: adam["state"].clear(), "no moments of embed.weight, .* of SuperOffload"),
+            ("maximize", lambda adam: adam["param_groups"][0].update(maximize=True), "with amsgrad, maximize or"),
+            ("NAdam", lambda adam: adam["param_groups"][1].pop("amsgrad"), "another optimizer, expected Adam or AdamW"),
+            ("L2", lambda adam: adam["param_groups"][0].update(decoupled_weight_decay=False), "a SpeculativeCPUAdam;"),
+        )
+    },
+    "Adam of DeepSpeed": ("zero2-1", "*.pt", decayed_as_adam, r"that of Adam \(L2\), expected that of AdamW"),
+    "mixed up": (
+        "zero2-2/universal",
+        "*model_states*",
+        changed_model(lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True)),
+        "ds_to_universal mixes parameters up with round_robin_gradients, load the checkpoint it was made of",
     ),
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
     "masters next to moments are missing": ("zero3-2", "fp32.pt", Path.unlink, "No such file"),
@@ -339,6 +380,10 @@ def everything(folder: Path) -> list[Any]:
     steps = deepspeed.load(folder, model, optimizer)
     values = loaded(model, optimizer) | model.state_dict()
     return [steps, optimizer.state_dict()["param_groups"], {name: value.tolist() for name, value in values.items()}]
+
+
+def test_mappings_that_are_wrong_with_round_robin_gradients_are_not_needed(tmp_path):
+    assert everything(edited(tmp_path, "zero2-2", "*rank*optim*", changed_adam(dict))) == everything(DATA / "zero2-2")
 
 
 @pytest.mark.parametrize("folder", ["zero2-1", "zero3-2-small", "zero3-2/universal"])
@@ -420,17 +465,20 @@ def environment():
 @pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.subprocess
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_itself_writes_what_is_read(tmp_path, environment, stage):
+@pytest.mark.parametrize(
+    "zero", [{"stage": 1}, {"stage": 2}, {"stage": 2, "round_robin_gradients": True}, {"stage": 3}]
+)
+def test_deepspeed_itself_writes_what_is_read(tmp_path, environment, zero):
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*program, deepspeed_run.__file__, str(tmp_path / "run"), json.dumps({"stage": stage})]
+    words = [*program, deepspeed_run.__file__, str(tmp_path / "run"), json.dumps(zero)]
     subprocess.run(words, env=environment, check=True, capture_output=True)
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     convert += ["--input_folder", str(tmp_path / "run/global_step3"), "--output_folder", str(tmp_path / "universal")]
     subprocess.run(convert, env=environment, check=True, capture_output=True)
     model, optimizer = training()
     deepspeed.load(tmp_path / "run", model, optimizer)
-    assert_same(loaded(model, optimizer), universal(tmp_path / "universal"))
+    if len(zero) == 1:  # else they are mixed up
+        assert_same(loaded(model, optimizer), universal(tmp_path / "universal"))
     expected = json.loads((tmp_path / "run/losses.json").read_text())
     assert all(map(math.isfinite, expected))
     assert later_losses(model, optimizer) == pytest.approx(expected, rel=TOLERANCE)

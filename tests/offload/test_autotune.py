@@ -176,9 +176,7 @@ def test_a_full_device_bounds_the_choice() -> None:
 
 @pytest.mark.parametrize("bucket_numel", [1, 700, 1000, 1500, 10**6])
 @given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=12),
-    st.integers(0, 30_000),
-    st.sampled_from([1e-9, 1e-3, 1.0]),
+    st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(0, 30_000), st.sampled_from([1e-9, 1e-3, 1.0])
 )
 def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: int, seconds: float) -> None:
     """Also after rounding to whole buckets and whole parameters."""

@@ -22,11 +22,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW
 PROGRAMS = 20_000 if os.environ.get("SUPERADAM_DEEP") == "1" else 80
 PART = PROGRAMS // 4
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("one_torch_thread"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("part", range(PROGRAMS // PART))

@@ -227,8 +227,7 @@ def test_only_what_suffices_is_named(dtype, excess, named, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "storage"),
-    [(BF16, {"moments": "bf16"}), (f"with {LESS}", {"moments": "bf16", "master": "24bit"})],
+    ("words", "storage"), [(BF16, {"moments": "bf16"}), (f"with {LESS}", {"moments": "bf16", "master": "24bit"})]
 )
 def test_the_bytes_of_a_remedy_are_those_of_a_run_with_its_arguments(words, storage):
     (_, plain), (_, smaller) = linear(torch.bfloat16), linear(torch.bfloat16, **storage)

@@ -12,13 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from superadam.kernels.hyperparameters import Interval
-from superadam.offload.prediction import (
-    JUDGED_PREDICTIONS,
-    MOST_LEFT_OUT,
-    REMEMBERED_STEPS,
-    Prediction,
-    Predictor,
-)
+from superadam.offload.prediction import JUDGED_PREDICTIONS, MOST_LEFT_OUT, REMEMBERED_STEPS, Prediction, Predictor
 from superadam.state.uncertain import LISTED_SHARE
 from superadam.step.outcome import Applied
 

@@ -39,11 +39,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
-MACHINE = settings(
-    max_examples=10_000 if DEEP else 48,
-    stateful_step_count=8,
-    suppress_health_check=list(HealthCheck),
-)
+MACHINE = settings(max_examples=10_000 if DEEP else 48, stateful_step_count=8, suppress_health_check=list(HealthCheck))
 
 ERRORS = (
     *(AssertionError, AttributeError, IndexError, KeyError, RuntimeError),

@@ -252,8 +252,7 @@ def check_refusal(error: ValueError) -> None:
     is_of_torch=st.booleans(),
     is_open=st.booleans(),
     mutations=st.lists(
-        st.tuples(st.sampled_from(MUTATIONS), st.integers(0, 99), st.integers(0, 99), st.sampled_from(JUNK)),
-        max_size=3,
+        st.tuples(st.sampled_from(MUTATIONS), st.integers(0, 99), st.integers(0, 99), st.sampled_from(JUNK)), max_size=3
     ),
 )
 def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad, is_of_torch, is_open, mutations):

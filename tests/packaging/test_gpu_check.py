@@ -314,8 +314,7 @@ def test_a_step_is_judged_by_its_bound(alone, mine, on_device, answers):
 
 
 @pytest.mark.parametrize(
-    ("times", "answer"),
-    [((1.0, 0.95), MET), ((1.0, 0.9), MISSED), ((1.0, 2.0), MET), ((1.0,), UNKNOWN)],
+    ("times", "answer"), [((1.0, 0.95), MET), ((1.0, 0.9), MISSED), ((1.0, 2.0), MET), ((1.0,), UNKNOWN)]
 )
 def test_auto_is_judged_by_the_best_placement(times, answer):
     rows = [measured(side, seconds) for side, seconds in zip(sides.SWEPT, times, strict=False)]

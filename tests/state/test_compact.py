@@ -13,11 +13,7 @@ from support.strategies import Magnitudes, random_array
 
 from superadam.state import compact
 
-ENCODINGS = {
-    "exp_avg": compact.EXP_AVG,
-    "exp_avg_sq": compact.EXP_AVG_SQ,
-    "master": compact.MASTERS[torch.bfloat16],
-}
+ENCODINGS = {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ, "master": compact.MASTERS[torch.bfloat16]}
 DTYPES = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master": torch.float32}
 """In which every value is exact."""
 TURNS = st.integers(0, 2**32 - 1)

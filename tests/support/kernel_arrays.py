@@ -15,12 +15,7 @@ from superadam.kernels.native import Dtype, Flag, Format, Pass
 
 Array = npt.NDArray[np.generic]
 
-STORAGE = {
-    Dtype.FLOAT32: np.float32,
-    Dtype.BFLOAT16: np.uint16,
-    Dtype.FLOAT16: np.uint16,
-    Dtype.FLOAT64: np.float64,
-}
+STORAGE = {Dtype.FLOAT32: np.float32, Dtype.BFLOAT16: np.uint16, Dtype.FLOAT16: np.uint16, Dtype.FLOAT64: np.float64}
 STATE = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 READS_STATE = tuple(which for which in Pass if which is not Pass.NORM)
 HALVES_AND_FLOAT32 = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16)

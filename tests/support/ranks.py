@@ -220,11 +220,7 @@ def _joined(path: str, name: str, rank: int, ranks: int, store: str, arguments: 
     torch.set_num_threads(1)
     work = getattr(_module(path), name)
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=SECONDS),
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
     )
     dist.barrier()  # a rank that is done might leave while another one still connects
     return functools.partial(getattr(work, "__wrapped__", work), rank, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -36,8 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return what a file holds: JSON, perhaps with comments and with commas before brackets, as DeepSpeed reads it."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+        text = _without(r"(?:#|//)[^\n]*|/\*.*?\*/", path.read_text(encoding="utf-8-sig"))
+        config = json.loads(_without(r",(?=\s*[}\]])", text), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; pass the JSON file of DeepSpeed") from error
     except json.JSONDecodeError as error:
@@ -51,6 +54,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{path} holds a {type(config).__name__}, expected an object; pass the file of DeepSpeed")
     return config
+
+
+def _without(pattern: str, text: str) -> str:
+    """Return a text of which spaces stand for what a pattern finds outside of strings."""
+    found = re.compile(rf'"(?:\\.|[^"\\])*"|({pattern})', re.DOTALL)
+    return found.sub(lambda match: re.sub(".", " ", match[0]) if match[1] else match[0], text)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

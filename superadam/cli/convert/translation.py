@@ -21,6 +21,7 @@ _LOGGED = "a Trainer reports by report_to; in a loop, log scheduler.statistics"
 _NOTHING = """
 compression_training data_efficiency curriculum_learning sparse_attention hybrid_engine
 vocabulary_size use_data_before_expert_parallelism zero_optimization.legacy_stage1
+sequence_parallel_size expert_parallel weight_quantization
 zero_optimization.pipeline_loading_checkpoint zero_optimization.log_trace_cache_warnings
 zero_optimization.enable_sanity_checks bf16.ddp_bf16 zero_optimization.zero_quantized_weights
 zero_optimization.zero_quantized_gradients zero_optimization.zero_quantized_nontrainable_weights
@@ -32,6 +33,7 @@ NO_COUNTERPART = {
     "train_batch_size": "the product of batch size, accumulation and ranks",
     **dict.fromkeys(("steps_per_print", "tensorboard", "wandb", "comet", "csv_monitor"), _LOGGED),
     "wall_clock_breakdown": "scheduler.statistics and scheduler.export_trace(path) tell it",
+    "timers": "scheduler.statistics has its own",
     "memory_breakdown": "superadam doctor tells of memory",
     "dump_state": "there is no engine to describe",
     "prescale_gradients": "FSDP2 averages gradients",
@@ -48,7 +50,9 @@ NO_COUNTERPART = {
     "autotuning": "OffloadScheduler measures and places by itself",
     "elasticity": "distributed_checkpoint loads on any number of ranks",
     "checkpoint": "distributed_checkpoint.save has its own options",
-    "nebula": "distributed_checkpoint.save(..., wait=False) saves in the background",
+    **dict.fromkeys(
+        ("nebula", "datastates_ckpt"), "distributed_checkpoint.save(..., wait=False) saves in the background"
+    ),
     "pipeline": "torch.distributed.pipelining, with process_group of the optimizer",
     "tensor_parallel": "parallelize_module of torch, with process_group of the optimizer",
     "autotp_size": "parallelize_module of torch",
@@ -86,9 +90,12 @@ NO_COUNTERPART = {
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 'num_threads="auto" of OffloadScheduler',
     "zero_optimization.offload_optimizer.ratio": 'gpu_buckets="auto" of OffloadScheduler',
     **dict.fromkeys(("optimizer.params.torch_adam", "optimizer.legacy_fusion"), "there is one implementation"),
+    "optimizer.params.max_grad_norm": "DeepSpeed refuses it; gradient_clipping is what clips",
+    "optimizer.params.fp32_optimizer_states": 'moments are fp32, or bf16 with moments="bf16"',
     "optimizer.params.bias_correction": "always on, as in torch",
     "optimizer.params.fused": "accepted by the optimizer; there is one implementation",
     "optimizer.params.foreach": "accepted by the optimizer; there is one implementation",
+    "scheduler.params": "a learning-rate scheduler of torch",
     "bf16.check_grad_overflow": 'on: an Inf or NaN skips the step; on_nonfinite="raise" raises',
     "bf16.bf16_master_weights_and_grads": 'masters are fp32, or 24 bits with master="24bit"',
     "bf16.immediate_grad_update": "gradients are taken as they arrive",
@@ -133,8 +140,13 @@ def translated(config: dict[str, Any]) -> str:
         value = config.get(key, AUTO)
         if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise UsageError(f'{key} is {_shown(value)}, expected a whole number of at least 1, or "auto"; correct it')
+    if isinstance(config.get("zero_optimization"), bool):  # as in its first version
+        config = config | {"zero_optimization": {"stage": int(config["zero_optimization"])}}
     unread = _flat(config, "")
     kind, stage = _optimizer(found, unread), unread.pop("zero_optimization.stage", 0)
+    if stage == AUTO:
+        found.notes.append("zero_optimization.stage: auto, which is zero_stage of Accelerate: fully_shard is stage 3")
+        stage = 0
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise UsageError(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3; correct it")
     limit = _number("gradient_clipping", unread.pop("gradient_clipping", 1.0))
@@ -152,11 +164,13 @@ def translated(config: dict[str, Any]) -> str:
             found.trainer[name] = repr(value)
     dtype = _dtype(found, unread)
     _schedule(found, unread)
-    device = unread.pop("zero_optimization.offload_optimizer.device", "none")
-    if device not in ("none", "cpu", "nvme"):
+    older = "cpu" if unread.get("zero_optimization.cpu_offload") is True else "none"
+    device = unread.pop("zero_optimization.offload_optimizer.device", older)
+    if device not in ("none", "cpu", "nvme", AUTO):
         raise UsageError(f'offload_optimizer.device is {device!r}, expected "none", "cpu" or "nvme"; correct it')
-    if device == "nvme":
-        found.notes.append(f"zero_optimization.offload_optimizer.device: nvme: {_NVME}")
+    if device in ("nvme", AUTO):
+        instead = _NVME if device == "nvme" else "offload_optimizer_device of Accelerate; here state is in host memory"
+        found.notes.append(f"zero_optimization.offload_optimizer.device: {device}: {instead}")
     if device == "none":
         found.notes.append("zero_optimization.offload_optimizer: none there; here state is in host memory")
     for key, value in unread.items():
@@ -170,7 +184,7 @@ def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
     is_made = str(unread.get("optimizer.type")).lower() in ("adam", "adamw")  # there, with defaults of its own
     kind = unread.pop("optimizer.type", "AdamW")
     decoupled = unread.pop("optimizer.params.adam_w_mode", True)
-    is_decoupled = str(kind).lower() != "adam" or decoupled is not False
+    is_decoupled = str(kind).lower() != "adam" or bool(decoupled)
     decays = is_decoupled and unread.get("optimizer.params.torch_adam") is True
     usual = {"lr": 1e-3, "weight_decay": 0.01 if decays else 0.0} if is_made else {}
     names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
@@ -200,10 +214,12 @@ def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
 
 
 def _dtype(found: _Settings, unread: dict[str, Any]) -> str | None:
-    enabled = unread.pop("bf16.enabled", False)
+    enabled = _switch(unread.pop("bf16.enabled", False))
     if enabled == AUTO:
         found.notes.append("bf16.enabled: auto: load the model in that dtype, with fp32 masters here")
-    scaled = unread.pop("fp16.enabled", False)
+    scaled = _switch(unread.pop("fp16.enabled", False))
+    if enabled and scaled and AUTO not in (enabled, scaled):
+        raise UsageError("bf16 and fp16 are both enabled, which DeepSpeed refuses; disable one of them")
     if scaled:  # there with weights in fp16
         found.trainer |= {} if scaled == AUTO else {"fp16": "True"}
         found.notes.append(
@@ -232,8 +248,8 @@ def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
         parameters["warmup_num_steps"] = 1000  # as there
     names = {"warmup_num_steps": "warmup_steps", "total_num_steps": "max_steps"}
     for key, value in parameters.items():
-        if key in names and isinstance(value, int):
-            found.trainer[names[key]] = repr(value)
+        if key in names and (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
+            found.trainer[names[key]] = repr(int(value))
         elif value is not None:
             instead = (
                 names.get(key, "learning_rate") if value == AUTO else "transformers warms up linearly, from 0 to lr"
@@ -289,6 +305,10 @@ def _flat(value: Any, name: str) -> dict[str, Any]:
 def _prefixes(key: str) -> list[str]:
     words = key.split(".")
     return [".".join(words[:count]) for count in range(len(words), 0, -1)]
+
+
+def _switch(value: Any) -> Any:
+    return value.lower() not in ("false", "no", "off", "0") if isinstance(value, str) and value != AUTO else value
 
 
 def _number(key: str, value: Any) -> Any:
