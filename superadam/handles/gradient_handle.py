@@ -71,6 +71,7 @@ class GradientHandle(torch.Tensor):
     taken: TakenGradient
     is_alias = False
     has_memory = False  # that of the gradient, which was given back
+    own: Tensor | None = None  # the ordinary tensor that an alias forwards to: `set_()` on it moves no other alias
 
     __torch_function__ = torch_private.no_torch_function  # `.shape` stays fast
 
@@ -105,7 +106,11 @@ class GradientHandle(torch.Tensor):
     @property
     def given(self) -> Any:
         """The ordinary tensor that this forwards to, once the gradient was given back; None before."""
-        return self.taken.alias if self.is_alias else self.taken.given
+        if not self.is_alias:
+            return self.taken.given
+        if self.own is None and self.taken.alias is not None:
+            self.own = self.taken.alias.detach()
+        return self.own
 
     @property
     def data(self) -> Tensor:
