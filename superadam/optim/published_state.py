@@ -53,20 +53,22 @@ class PublishedState:
 
     def refuse_shared_memory(self, states: Sequence[ParameterState], names: Sequence[str]) -> None:
         """Raise ValueError if entries have tensors in the same memory, to which the steps of several would write."""
-        found: list[tuple[Tensor, str]] = []
+        found: list[tuple[Tensor, str, str]] = []
         for state, name in zip(states, names, strict=True):
             entry = self.entries.get(state.parameter)
-            for key, value in raw(entry).items() if isinstance(entry, dict) else ():
-                tensor = value.arrays[0] if isinstance(value, Encoded) else shards.local_of(value)
-                if key in TENSORS and isinstance(tensor, Tensor):
-                    found.append((tensor, f"{key} of {name}"))
-        begins = places_of([tensor for tensor, _ in found])[:, ADDRESS].tolist()  # 0 without memory
+            values = entry if type(entry) is dict else raw(entry) if isinstance(entry, dict) else {}
+            for key in TENSORS:
+                value = values.get(key)
+                if isinstance(value, Tensor | Encoded):
+                    found.append((value.arrays[0] if isinstance(value, Encoded) else shards.local_of(value), key, name))
+        begins = places_of([tensor for tensor, _, _ in found])[:, ADDRESS].tolist()  # 0 without memory
         both = zip(begins, found, strict=True)
-        spans = sorted((begin, begin + tensor.nbytes, name) for begin, (tensor, name) in both if begin)
-        for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+        spans = sorted((begin, begin + tensor.nbytes, key, name) for begin, (tensor, key, name) in both if begin)
+        for (_, end, key, name), (begin, _, other_key, other) in itertools.pairwise(spans):
             if begin < end:
                 raise ValueError(
-                    f"{first} and {second} share memory, expected state of its own for each; clone() one of them"
+                    f"{key} of {name} and {other_key} of {other} share memory, expected state of its own for each; "
+                    "clone() one of them"
                 )
 
     def look(self, table: ParameterTable) -> None:
