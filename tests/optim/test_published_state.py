@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, copy_weights, make, train_alike, trained
-from support.visible import (
-    bits,
-    give_gradients,
-    parameter,
-    parameters_of,
-    refused,
-    shown,
-    state_bits,
-    train,
-    visible,
-)
+from support.visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, train, visible
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam

@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, EACH_PAIR, make, through_disk, train_alike, trained
-from support.visible import (
-    bits,
-    give_gradients,
-    parameter,
-    parameters_of,
-    refused,
-    speculate,
-    train,
-    visible,
-)
+from support.visible import bits, give_gradients, parameter, parameters_of, refused, speculate, train, visible
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
