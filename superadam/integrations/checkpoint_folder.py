@@ -86,6 +86,7 @@ def locate(path: Path) -> tuple[CheckpointFolder, bool]:
     is_checkpoint = (path / _MANIFEST).exists() or _NAME.fullmatch(path.name)
     if not is_checkpoint or (path / _LATEST).exists():
         return look(path), True
+    path = path.resolve()  # of a symbolic link to it
     there = look(path.parent)
     if path == there.newest:
         return there, True
@@ -240,11 +241,10 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _run_of(path: Path) -> str | None:
     """Return the id of a checkpoint's run; None where its manifest cannot be read."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         manifest = json.loads(_read(path / _MANIFEST))
         return manifest.get("run") if isinstance(manifest, dict) else None
-    except (OSError, ValueError, RecursionError):
-        return None
+    return None
 
 
 def _part_of(path: Path) -> Path:

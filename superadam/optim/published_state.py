@@ -93,8 +93,9 @@ class PublishedState:
         for key in [*entry.decoded]:
             if not _was_read_from(state, key, entry) or _is_referenced(raw(entry), key, _STAND_IN):
                 continue
-            value, encoded, _ = entry.decoded[key]
-            if not differing(shards.local_of(value), shards.local_of(encoded.decoded())).any():
+            value, encoded = shards.local_of(entry.decoded[key][0]), entry.decoded[key][1]
+            is_alike = (value.shape, value.dtype) == (state.shape, encoded.dtype) and state.has_layout(value)
+            if is_alike and not differing(value, shards.local_of(encoded.decoded())).any():
                 entry[key] = encoded
                 del entry.decoded[key]
 

@@ -178,19 +178,6 @@ def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device():
         assert scheduler.statistics.waiting_buckets > 0
 
 
-def test_constants_reach_the_host_where_they_are():
-    memory = torch.randn(512).to(torch.bfloat16)
-    device, _ = clocked(constants=[memory])
-    device.reserve(HostNeeds(largest=1024))
-    gradients = [constant(memory, 64 * part, 64) for part in (2, 3)]
-    packed = device.pack(gradients, layout_of(*[torch.zeros(64, dtype=torch.bfloat16)] * 2), torch.bfloat16)
-    host = device.host_empty(128, torch.bfloat16)
-    device.copy(host, packed, Stream.DOWNLOAD)
-    assert host.data_ptr() == packed.data_ptr() == memory[128:].data_ptr()
-    assert torch.equal(host, memory[128:256])
-    assert device.durations[-1] == 256 / 64.0
-
-
 def test_gradients_that_lie_otherwise_are_copied():
     memory = torch.randn(192).to(torch.bfloat16)
     device, _ = clocked(constants=[memory])

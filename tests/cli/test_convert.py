@@ -94,11 +94,6 @@ def test_fp16_keeps_fp32_weights_because_torch_unscales_no_gradients_in_fp16() -
     assert "model.to(torch.bfloat16)" in translation.translated({"bf16": {"enabled": True}})
 
 
-def test_adam_without_adam_w_mode_decays_by_the_gradient() -> None:
-    for mode, kind in ((True, "SpeculativeCPUAdamW"), (False, "SpeculativeCPUAdam")):
-        assert next(iter(calls_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": mode}}}))) == kind
-
-
 def listed() -> dict[str, str]:
     """Return what has no counterpart; of a key that holds others, one that is not listed itself."""
     keys = translation.NO_COUNTERPART

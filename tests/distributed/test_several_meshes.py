@@ -222,8 +222,7 @@ def test_some_ranks_train_together(rank):
 
 @on_ranks(4)
 def test_copies_of_which_one_rank_has_made_the_products(rank):
-    """As where it alone looks at the memory of its gradients, while those of others wait with what is recorded."""
-    seen = []
+    seen = []  # rank 0 alone looks at the memory of its gradients: those of others wait with what is recorded
     for overlaps in (False, True):
         model = Trained(tensor_parallel(rank))
         optimizer = SpeculativeCPUAdamW(model.named(), lr=0.1)

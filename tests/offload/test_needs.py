@@ -184,11 +184,9 @@ def test_buffers_are_bounded_by_a_bucket_however_large_a_parameter_is() -> None:
     assert needs_of(parameter, is_on_host=False).largest == parameter.nbytes
     assert needs_of(parameter, is_on_host=False, piece_numel=1 << 24).largest <= 2 << 24
     assert needs_of(parameter.t()[:, ::2], is_on_host=False, piece_numel=1 << 24).largest == parameter.nbytes // 2
-    (_, optimizer), (one, more) = (
-        make(torch.bfloat16),
-        (Placement(0, numel, None, 1) for numel in (sum(SIZES), 10**12)),
-    )  # a bucket holds the model at most
-    assert needs_of_run(optimizer, Paced(), more).total == needs_of_run(optimizer, Paced(), one).total
+    _, optimizer = make(torch.bfloat16)
+    one, more = (needs_of_run(optimizer, Paced(), Placement(0, numel, None, 1)) for numel in (sum(SIZES), 10**12))
+    assert one.total == more.total  # a bucket holds the model at most
 
 
 # ---- what is told of a run that the host cannot hold -----------------------------------------------------------------
