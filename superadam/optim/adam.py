@@ -479,7 +479,8 @@ class SpeculativeCPUAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with the `master` of each working copy.
 
-        Tensors are live, as in torch: while they are kept they have the values of the last step, counts included.
+        Entries are those of `state`, as in torch: while they are kept they have the values of the last step, counts
+        included, and what is written to them counts.
         Accepted steps are committed first; gradients that wait for their verdict are not included.
 
         Raises:
@@ -488,17 +489,16 @@ class SpeculativeCPUAdam(Optimizer):
         if not self._binding.published.stays_encoded:  # as for a checkpoint, which may be about to be loaded
             self._refuse_older_state()
         result = super().state_dict()
-        if isinstance(result.get("state"), dict):  # which a hook may have changed
-            copied = raw if self._binding.published.stays_encoded else dict
-            result["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
+        if self._binding.published.stays_encoded and isinstance(result.get("state"), dict):  # a hook may change that
+            result["state"] = {key: raw(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
         return result
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Return `state_dict()` without masters, as `torch.optim.Adam` or `AdamW` over the same parameters loads it."""
-        result = self.state_dict()
-        for entry in result["state"].values():
-            entry.pop("master", None)
-        return result
+        result, state = self.state_dict(), {}
+        for key, e in result["state"].items():
+            state[key] = {name: e[name] for name in e if name != "master"} if isinstance(e, dict) else e
+        return {**result, "state": state}
 
     @_whole
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

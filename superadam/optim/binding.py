@@ -390,6 +390,7 @@ class Binding(GradientHolder):
             for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
         ]
         _refuse_shared_memory(states, names)
+        self.published.refuse_shared_memory(states, names)
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         try:
             for state, name in zip(states, names, strict=True):

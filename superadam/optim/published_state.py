@@ -7,6 +7,7 @@ or place. It is compared with the state before each step, and gets its values af
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -20,7 +21,7 @@ from superadam.distributed import shards
 from superadam.handles.gradient_handle import is_held, is_uncounted
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
-from superadam.kernels.places import address_of
+from superadam.kernels.places import ADDRESS, address_of, places_of
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
 from superadam.state.parameter import TENSORS, ParameterState, differing
@@ -44,9 +45,31 @@ class PublishedState:
         """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited."""
         held, moved = table.held_states(), table.moved_arrays(np.flatnonzero(table.is_held))
         edited = [state for state in held if state.row in moved or not self._is_as_read(state, table)]
+        if edited:
+            self.refuse_shared_memory(table.states, [state.name for state in table.states])
         for state in edited:  # none is accepted: speculation reads no state that programs may hold
             self.read(state, table, moved.get(state.row, ()))
         self.let_go(edited)
+
+    def refuse_shared_memory(self, states: Sequence[ParameterState], names: Sequence[str]) -> None:
+        """Raise ValueError if entries have tensors in the same memory, to which the steps of several would write."""
+        found: list[tuple[Tensor, str, str]] = []
+        for state, name in zip(states, names, strict=True):
+            entry = self.entries.get(state.parameter)
+            values = entry if type(entry) is dict else raw(entry) if isinstance(entry, dict) else {}
+            for key in TENSORS:
+                value = values.get(key)
+                if isinstance(value, Tensor | Encoded):
+                    found.append((value.arrays[0] if isinstance(value, Encoded) else shards.local_of(value), key, name))
+        begins = places_of([tensor for tensor, _, _ in found])[:, ADDRESS].tolist()  # 0 without memory
+        both = zip(begins, found, strict=True)
+        spans = sorted((begin, begin + tensor.nbytes, key, name) for begin, (tensor, key, name) in both if begin)
+        for (_, end, key, name), (begin, _, other_key, other) in itertools.pairwise(spans):
+            if begin < end:
+                raise ValueError(
+                    f"{key} of {name} and {other_key} of {other} share memory, expected state of its own for each; "
+                    "clone() one of them"
+                )
 
     def look(self, table: ParameterTable) -> None:
         """Find out of which rows, among those that may be held, programs hold anything; changes nothing.

@@ -38,6 +38,20 @@ def test_parameters_that_share_memory_are_refused(kind: str) -> None:
             use()
 
 
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("shared", [lambda entry: entry, dict])
+def test_state_that_parameters_share_is_refused_until_each_has_its_own(shared: Any, moments: str) -> None:
+    optimizer = SpeculativeCPUAdam([parameter(2, 64, dtype=torch.bfloat16) for _ in range(2)], moments=moments)
+    train(optimizer, 1)
+    first, second = parameters_of(optimizer)
+    optimizer.state[second] = shared(optimizer.state[first])
+    for use in (optimizer.speculate, optimizer.step):
+        with refused(optimizer, ValueError, r"parameter . of group 0 share memory, expected state of its own for each"):
+            use()
+    optimizer.state[second] = copy.deepcopy(optimizer.state[first])
+    train(optimizer, 2, speculative=True)
+
+
 def test_refused_parameters_leave_those_of_before_in_their_places() -> None:
     optimizer, twin = trained(make(), [1]), trained(make(), [1])
     group = optimizer.param_groups[0]
