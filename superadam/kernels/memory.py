@@ -1,8 +1,14 @@
-"""Whether a tensor still has its memory; does not import the module in C, so that every other one can ask."""
+"""What memory a strided tensor has; does not import the module in C, so that every other one can ask."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+
+def extent_of(tensor: Tensor) -> int:
+    """Return the bytes from the first element of a strided tensor to behind its last one, gaps included."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -12,8 +18,7 @@ def has_memory(tensor: Tensor) -> bool:
     """
     if not tensor.numel():
         return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    needed = tensor.storage_offset() * tensor.element_size() + extent_of(tensor)
     try:
         storage = tensor.untyped_storage()
         storage.data_ptr()

@@ -29,7 +29,7 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.memory import has_memory
+from superadam.kernels.memory import extent_of, has_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
@@ -468,8 +468,7 @@ def _refuse_shared_memory(states: Sequence[ParameterState], names: Sequence[str]
                 "clone() it before optimizing"
             )
         if p.data_ptr():
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent_of(p), name))
     spans.sort()
     for (device, _, end, first), (other_device, begin, _, second) in itertools.pairwise(spans):
         if device == other_device and begin < end:

@@ -21,6 +21,7 @@ from superadam.distributed import shards
 from superadam.handles.gradient_handle import is_held, is_uncounted
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
+from superadam.kernels.memory import extent_of
 from superadam.kernels.places import ADDRESS, address_of, places_of
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
@@ -63,7 +64,7 @@ class PublishedState:
                     found.append((value.arrays[0] if isinstance(value, Encoded) else shards.local_of(value), key, name))
         begins = places_of([tensor for tensor, _, _ in found])[:, ADDRESS].tolist()  # 0 without memory
         both = zip(begins, found, strict=True)
-        spans = sorted((begin, begin + tensor.nbytes, key, name) for begin, (tensor, key, name) in both if begin)
+        spans = sorted((begin, begin + extent_of(tensor), key, name) for begin, (tensor, key, name) in both if begin)
         for (_, end, key, name), (begin, _, other_key, other) in itertools.pairwise(spans):
             if begin < end:
                 raise ValueError(
