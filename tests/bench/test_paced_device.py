@@ -14,7 +14,7 @@ from measures import pacing
 from measures.paced_device import H200, PacedDevice, Rates, constant
 from measures.timed_model import Gradients, TimedModel, without_samples
 from support.actions_on_a_clock import Clock
-from support.overlap import adam, layout_of, mlp, train
+from support.overlap import layout_of
 from support.visible import bits, state_bits
 
 from superadam import OffloadScheduler, StepKind
@@ -162,20 +162,6 @@ def test_it_knows_its_free_memory_and_has_every_core():
 
 
 SWIFT = Rates(1e15, 1e15, 1e15)
-
-
-def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device():
-    """Every step is clipped, and every element uncertain: on the host, all but the norm comes after backward."""
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, lr=0.1, max_grad_norm=1e-6)
-    device = PacedDevice(SWIFT, free_bytes=1 << 20)
-    with OffloadScheduler(optimizer, model, bucket_numel=70, device=device) as scheduler:
-        for step in range(60):
-            train(model, optimizer, range(step, step + 1))
-            if scheduler.placement.gpu_buckets:
-                break
-        assert scheduler.placement.gpu_buckets > 0
-        assert scheduler.statistics.waiting_buckets > 0
 
 
 def test_gradients_that_lie_otherwise_are_copied():
