@@ -1,7 +1,6 @@
 """Gradients that are held, edited, replaced and exchanged between backward and step: the bits of the plain run."""
 
 import os
-from typing import Any
 
 import pytest
 from support.edited_gradients import ACTIONS, Run, assert_unnoticed
@@ -26,8 +25,9 @@ def test_an_alias_in_grad_counts_as_it_is_whatever_became_of_the_gradient(replac
         run = Run(0, setting)
         first, second, _ = run.parameters
         run.backward()
-        alias: Any = second.grad.data  # type: ignore[union-attr]
+        alias, other = (second.grad.data for _ in range(2))  # type: ignore[union-attr]
         second.grad.add_(1)  # type: ignore[union-attr]
+        other.set_(other.clone())
         ACTIONS[replace](run, second, second.grad)
         second.grad.zero_()  # type: ignore[union-attr]
         first.grad = alias

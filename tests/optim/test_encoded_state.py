@@ -101,8 +101,7 @@ def test_what_was_read_goes_with_the_next_bucket_unless_a_program_has_it_or_wrot
             read = optimizer.state[model.weight]["exp_avg"]
             if use == "written":
                 read.fill_(1 / 3)
-            if use != "held":
-                del read
+            read = read if use == "held" else None
 
 
 def test_only_what_is_asked_for_is_decoded_and_goes_when_nobody_has_it() -> None:
