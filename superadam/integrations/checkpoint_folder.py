@@ -86,7 +86,8 @@ def locate(path: Path) -> tuple[CheckpointFolder, bool]:
     is_checkpoint = (path / _MANIFEST).exists() or _NAME.fullmatch(path.name)
     if not is_checkpoint or (path / _LATEST).exists():
         return look(path), True
-    path = path.resolve()  # of a symbolic link to it
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
     there = look(path.parent)
     if path == there.newest:
         return there, True

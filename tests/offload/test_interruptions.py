@@ -444,7 +444,7 @@ def test_modes_are_as_before_wherever_python_enters_and_leaves_a_manager(name: s
     def work() -> None:
         try:
             if name == "save":
-                optimizer.state_dict()
+                optimizer.torch_state_dict()
             else:
                 for entry in optimizer.state.values():
                     entry.copy()
