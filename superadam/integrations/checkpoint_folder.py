@@ -64,7 +64,8 @@ class CheckpointFolder(NamedTuple):
 def look(folder: Path) -> CheckpointFolder:
     """Return what is in a folder, which may be absent; raises OSError, and CheckpointError for one of a checkpoint."""
     if _run_of(folder) is not None:  # with more files than in its manifest, it would be damaged
-        raise CheckpointError(f"it is a checkpoint itself, expected the folder that holds it; name {folder.parent}")
+        holder = Path(os.path.realpath(folder)).parent
+        raise CheckpointError(f"it is a checkpoint itself, expected the folder that holds it: pass {holder}")
     try:
         text = _read(folder / _LATEST).decode("ascii", "replace")
     except (FileNotFoundError, NotADirectoryError):

@@ -309,10 +309,10 @@ def test_nothing_there_is_refused(pair, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
         save(tmp_path / "file", *pair)
-    inside = save(tmp_path / "run", *pair)
+    (link := tmp_path / "best").symlink_to(inside := save(tmp_path / "run", *pair))
     before = everything(inside)
-    for call in (latest, lambda folder: save(folder, *pair), lambda folder: save(folder, *pair, wait=False)):
-        with pytest.raises(CheckpointError, match=r"it is a checkpoint itself, expected .*; name .*run"):
+    for call in (latest, lambda folder: save(folder, *pair), lambda _: save(link, *pair, wait=False)):
+        with pytest.raises(CheckpointError, match=r"a checkpoint itself, expected .* holds it: pass \S*/run[;:]"):
             call(inside)
     assert everything(inside) == before
     (tmp_path / "gone").mkdir()
