@@ -377,6 +377,7 @@ class Binding(GradientHolder):
         arrays = {} if before is None else before.moved_arrays(before.all_rows)
         moved = {} if before is None else {id(before.states[row]): names for row, names in arrays.items()}
         new_values = NewValues() if self.overlap is None else self.overlap._transfers
+        owners = self._owners if before is None else before.states
         states = [
             known.get(parameter)
             or ParameterState(
@@ -395,6 +396,10 @@ class Binding(GradientHolder):
         try:
             for state, name in zip(states, names, strict=True):
                 state.name = name
+            before_by_parameter = {owner.parameter: owner for owner in owners}
+            for state in states:
+                if (owner := before_by_parameter.get(state.parameter, state)) is not state:
+                    state.inherit(owner)
             table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
             for state in states:
                 self.published.read(state, table, moved.get(id(state), ()))
@@ -415,6 +420,9 @@ class Binding(GradientHolder):
             taken = None if state.parameter.grad is None else taken_of(state.parameter.grad)
             if taken is not None:
                 taken.owner = weakref.ref(state)
+        for owner in {*owners}.difference(states):
+            for key in [*owner.shown]:
+                owner.forget(key)
         self._owners = ()
         self.published.let_go(table.states)
         self.published.look(table)

@@ -422,6 +422,14 @@ class ParameterState(Piece):
                 self.store(key, stored, in_place=True)
         return True
 
+    def inherit(self, other: ParameterState) -> None:
+        """Have what the stand-ins of a parameter's state before this one stand for."""
+        for key, shown in other.shown.items():
+            first, second = [(s.shape, s.strides, s.dtype_of(key), s.encodings.get(key)) for s in (self, other)]
+            if first == second and not (key == "master" and self.is_own_master):
+                self.put({name: getattr(other, name) for name in (key, SECONDS.get(key)) if name})
+                self.shown[key] = shown
+
     def show(self, key: str, shown: Tensor) -> None:
         """Write the state's values into a tensor of any dtype, layout and device."""
         if key in self.encodings and self.has_layout(shown) and shown.dtype in (torch.float32, torch.bfloat16):

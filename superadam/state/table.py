@@ -177,11 +177,14 @@ class ParameterTable:
             self.is_published[state.row] = False
 
     def forget_all_but(self, states: Collection[ParameterState]) -> None:
-        """Let go of the tensors of all other states, to which much may refer still; the table is used no more."""
+        """Let go of the tensors of all other states, to which much may refer still; the table is used no more.
+
+        What has stand-ins stays there, as these may have fewer bits.
+        """
         self._arrays = []
         for state in {*self.states}.difference(states):
             state.watch(None)
-            for key in TENSORS:
+            for key in {*TENSORS}.difference(state.shown):
                 state.forget(key)
 
     def look(self) -> list[ParameterState]:

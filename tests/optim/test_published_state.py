@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -337,6 +338,23 @@ def test_assigned_state_is_advanced_in_place(dtype: torch.dtype, step: Any, spec
         for key in ("exp_avg", "exp_avg_sq"):
             assert bits(entry[key]) == bits(own[key])
     assert shown(optimizer) == shown(twin)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
+def test_state_has_all_its_bits_when_a_scheduler_comes_or_goes_while_less_is_shown(key: str, moments: Any) -> None:
+    optimizer, twin = (trained(make(torch.bfloat16, moments=moments)) for _ in range(2))
+    held = {}
+    for one in (optimizer, twin):
+        entry = one.state[parameters_of(one)[1]]
+        held[one] = entry[key] = entry[key].half()
+        train(one, 2)
+        with OffloadScheduler(one, nn.ParameterList(parameters_of(one))) if one is optimizer else nullcontext():
+            train(one, 3)
+        train(one, 4)
+    assert bits(held[optimizer]) == bits(held[twin])
+    del entry, held
+    train_alike(optimizer, twin, 5)
 
 
 def test_state_is_shown_where_parameters_no_longer_fit_it() -> None:
