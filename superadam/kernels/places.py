@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from superadam.kernels import torch_private
+from superadam.kernels.memory import extent_of
 from superadam.kernels.torch_private import storage_key, version_of
 
 ADDRESS, STORAGE, BYTES, LAYOUT, VERSION = range(5)
@@ -63,6 +65,28 @@ def places_of(tensors: Sequence[Tensor | None]) -> Places:
 def address_of(tensor: Tensor) -> int:
     """Return where a tensor lies now."""
     return int(places_of([tensor])[0, ADDRESS])
+
+
+def sharing(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return the positions of two tensors that have memory in common; the gaps between elements are not theirs."""
+    begins = places_of(tensors)[:, ADDRESS].tolist()
+    ends = [begin + extent_of(tensor) for begin, tensor in zip(begins, tensors, strict=True)]
+    near: list[int] = []  # those before that reach as far as the next one
+    for second in sorted(filter(begins.__getitem__, range(len(tensors))), key=begins.__getitem__):
+        near = [first for first in near if ends[first] > begins[second]]
+        for first in near:
+            one, other = (_laid_out(tensors[position], begins[position]) for position in (first, second))
+            if tensors[first].device == tensors[second].device and np.shares_memory(one, other):
+                return first, second
+        near.append(second)
+    return None
+
+
+def _laid_out(tensor: Tensor, address: int) -> npt.NDArray[np.void]:
+    """Return an array that lies as a tensor does, whose memory nothing can read through it."""
+    size, strides = tensor.element_size(), tensor.stride()
+    interface = {"version": 3, "data": (address, True), "typestr": f"|V{size}", "shape": tuple(tensor.shape)}
+    return np.asarray(SimpleNamespace(__array_interface__=interface | {"strides": tuple(size * s for s in strides)}))
 
 
 def compare(tensors: Sequence[Tensor | None], before: Places) -> tuple[list[int], npt.NDArray[np.int64], int]:

@@ -396,7 +396,7 @@ class OffloadScheduler(GradientHolder):
         """Finish what is under way, give gradients back, and leave model and optimizer as without a scheduler."""
         with self._lock():
             if self._closed and self._binding.overlap is not self:  # else an error or Ctrl-C has ended an earlier call
-                self._end()
+                self._finish()
                 return
             self._check_process()
             self._closed = True
@@ -406,7 +406,14 @@ class OffloadScheduler(GradientHolder):
             finally:
                 tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
                 self._binding.detach(self.optimizer.param_groups)
-                self._end()
+                self._finish()
+
+    def _finish(self) -> None:
+        """End worker and device once; what an error or Ctrl-C ends is left to the next call."""
+        if (found := self._end.peek()) is not None:
+            _, end, arguments, _ = found
+            end(*arguments)
+            self._end.detach()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -6,7 +6,6 @@ That is done when a call first needs it, because frameworks replace parameters a
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import os
 import threading
@@ -29,7 +28,8 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.memory import extent_of, has_memory
+from superadam.kernels.memory import has_memory
+from superadam.kernels.places import sharing
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
@@ -460,7 +460,6 @@ def _is_converted(state: ParameterState) -> bool:
 
 def _refuse_shared_memory(states: Sequence[ParameterState], names: Sequence[str]) -> None:
     """Raise ValueError if parameters or elements share memory: speculation on one would overwrite another."""
-    spans = []
     listed: dict[Tensor, str] = {}
     for state, name in zip(states, names, strict=True):
         if state.parameter in listed:
@@ -475,12 +474,9 @@ def _refuse_shared_memory(states: Sequence[ParameterState], names: Sequence[str]
                 f"{name} is expanded: its elements share memory, expected each element in memory of its own; "
                 "clone() it before optimizing"
             )
-        if p.data_ptr():
-            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent_of(p), name))
-    spans.sort()
-    for (device, _, end, first), (other_device, begin, _, second) in itertools.pairwise(spans):
-        if device == other_device and begin < end:
-            raise ValueError(
-                f"{first} and {second} share memory, expected distinct parameters in distinct memory; "
-                "tie weights by using one Parameter twice"
-            )
+    if shared := sharing([state.local for state in states]):
+        first, second = (names[position] for position in shared)
+        raise ValueError(
+            f"{first} and {second} share memory, expected distinct parameters in distinct memory; "
+            "tie weights by using one Parameter twice"
+        )

@@ -7,10 +7,9 @@ or place. It is compared with the state before each step, and gets its values af
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from superadam.distributed import shards
 from superadam.handles.gradient_handle import is_held, is_uncounted
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
-from superadam.kernels.memory import extent_of
-from superadam.kernels.places import ADDRESS, address_of, places_of
+from superadam.kernels.places import VERSION, address_of, places_of, sharing
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
 from superadam.state.parameter import TENSORS, ParameterState, differing
@@ -41,39 +39,44 @@ class PublishedState:
         self.entries = entries
         self._lock = lock
         self.stays_encoded = False
+        self._apart: list[list[int]] = []  # where what was edited lay when no memory was shared
 
     def read_edited(self, table: ParameterTable) -> None:
         """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited."""
         held, moved = table.held_states(), table.moved_arrays(np.flatnonzero(table.is_held))
         edited = [state for state in held if state.row in moved or not self._is_as_read(state, table)]
-        if edited:
+        lie = places_of([tensor for state in edited for _, tensor in self._tensors_of(state)])[:, :VERSION].tolist()
+        if lie and lie != self._apart:  # stand-ins that programs keep come with each step
             self.refuse_shared_memory(table.states, [state.name for state in table.states])
+            self._apart = lie
         for state in edited:  # none is accepted: speculation reads no state that programs may hold
             self.read(state, table, moved.get(state.row, ()))
         self.let_go(edited)
 
     def refuse_shared_memory(self, states: Sequence[ParameterState], names: Sequence[str]) -> None:
         """Raise ValueError if entries have tensors in the same memory, to which the steps of several would write."""
-        found: list[tuple[Tensor, str, str]] = []
-        for state, name in zip(states, names, strict=True):
-            entry = self.entries.get(state.parameter)
-            values = entry if type(entry) is dict else raw(entry) if isinstance(entry, dict) else {}
-            for key in TENSORS:
-                value = values.get(key)
-                if isinstance(value, Tensor | Encoded):
-                    found.append((value.arrays[0] if isinstance(value, Encoded) else shards.local_of(value), key, name))
-        begins = places_of([tensor for tensor, _, _ in found])[:, ADDRESS].tolist()  # 0 without memory
-        both = zip(begins, found, strict=True)
-        spans = sorted((begin, begin + extent_of(tensor), key, name) for begin, (tensor, key, name) in both if begin)
-        for (_, end, key, name), (begin, _, other_key, other) in itertools.pairwise(spans):
-            if begin < end:
-                raise ValueError(
-                    f"{key} of {name} and {other_key} of {other} share memory, expected state of its own for each; "
-                    "clone() one of them"
-                )
+        found = [
+            (tensor, f"{key} of {name}")
+            for state, name in zip(states, names, strict=True)
+            for key, tensor in self._tensors_of(state)
+        ]
+        if shared := sharing([tensor for tensor, _ in found]):
+            first, second = (found[position][1] for position in shared)
+            raise ValueError(
+                f"{first} and {second} share memory, expected state of its own for each; clone() one of them"
+            )
+
+    def _tensors_of(self, state: ParameterState) -> Iterator[tuple[str, Tensor]]:
+        """Yield which of `TENSORS` a parameter's entry has, and what has the memory of this rank's part."""
+        entry = self.entries.get(state.parameter)
+        values = entry if type(entry) is dict else raw(entry) if isinstance(entry, dict) else {}
+        for key in TENSORS:
+            value = values.get(key)
+            if isinstance(value, Tensor | Encoded):
+                yield key, value.arrays[0] if isinstance(value, Encoded) else shards.local_of(value)
 
     def look(self, table: ParameterTable) -> None:
-        """Find out of which rows, among those that may be held, programs hold anything; changes nothing.
+        """Find out of which rows, among those that may be held, programs hold anything; changes nothing that they see.
 
         A row that was edited counts as held until it is read.
         """

@@ -48,7 +48,7 @@ from torch.utils.data import DataLoader
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device, Stream
-from superadam.devices.worker import WorkerError
+from superadam.devices.worker import Worker, WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels import native, torch_private
 from superadam.offload.buckets import PAUSE_STEPS
@@ -232,15 +232,18 @@ def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("method", ["drop", "detach", "entries"])
+@pytest.mark.parametrize("method", ["drop", "detach", "entries", "close"])
 def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, monkeypatch):
-    threads, model = {*threading.enumerate()}, mlp()
-    scheduler = eager(optimizer := adam(model), model, device=ThreadDevice())
+    threads, model, device = {*threading.enumerate()}, mlp(), ThreadDevice()
+    monkeypatch.setattr("superadam.offload.scheduler.device_for", lambda _: device)
+    monkeypatch.setattr(device, "close", Mock())
+    scheduler = eager(optimizer := adam(model), model, device=None)
     with monkeypatch.context() as patch:
-        fail_at(patch, Binding, method, 1, MemoryError("planted"), after=after)
+        fail_at(patch, Worker if method == "close" else Binding, method, 1, MemoryError("planted"), after=after)
         with pytest.raises(MemoryError, match="planted"):
             scheduler.close()
     scheduler.close()
+    device.close.assert_called_once()
     assert {*threading.enumerate()} <= threads
     assert_nothing_is_attached(model, optimizer)
 

@@ -25,6 +25,7 @@ SHARED: dict[str, Callable[[], list[torch.nn.Parameter]]] = {
     "the same data": lambda: _two_views(slice(10), slice(10)),
     "overlapping": lambda: _two_views(slice(6), slice(5, 10)),
     "one inside the other": lambda: _two_views(slice(10), slice(3, 4)),
+    "every third and every fourth": lambda: _two_views(slice(1, 10, 3), slice(0, 10, 4)),
     "transposed": lambda: [one := parameter(3, 3), torch.nn.Parameter(one.detach().t())],
 }
 
@@ -51,6 +52,19 @@ def test_state_that_parameters_share_is_refused_until_each_has_its_own(shared: A
             use()
     optimizer.state[second] = copy.deepcopy(optimizer.state[first])
     train(optimizer, 2, speculative=True)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_what_lies_in_the_gaps_of_another_shares_no_memory(moments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As columns of one tensor. What a program keeps is compared with other state only once."""
+    optimizer, twin = (trained(make(torch.bfloat16, moments=moments)) for _ in range(2))
+    entry, wide = optimizer.state[parameters_of(optimizer)[0]], torch.zeros(7, 6).bfloat16()
+    entry["exp_avg"], entry["exp_avg_sq"] = torch.stack([entry["exp_avg"], entry["exp_avg_sq"]], -1).unbind(-1)
+    for one, parts in ((optimizer, wide.chunk(2, 1)), (twin, wide.clone().chunk(2, 1))):
+        one.add_param_group({"params": [nn.Parameter(part if one is optimizer else part.clone()) for part in parts]})
+    train_alike(optimizer, twin, 2)
+    monkeypatch.delattr(PublishedState, "refuse_shared_memory")
+    train_alike(optimizer, twin, 3)
 
 
 def test_refused_parameters_leave_those_of_before_in_their_places() -> None:
