@@ -17,8 +17,8 @@ USUAL: dict[str, Any] = {
     "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},
     "zero_optimization": {
         "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True, "super_offload": True},
-        "stage3_max_live_parameters": 1e9,
+        "offload_optimizer": {"device": "cpu", "ratio": 1},
+        "stage3_max_live_parameters": 1,
     },
     "bf16": {"enabled": True, "bf16_optimizer_states": True},
     "train_micro_batch_size_per_gpu": 2,
@@ -55,13 +55,11 @@ def test_the_arguments_exist(tmp_path: Path) -> None:
     transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **calls["TrainingArguments"])
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"), [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, None)]
-)
-def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any], expected: float | None) -> None:
-    calls = calls_of(config)
-    assert calls["SpeculativeCPUAdamW"].get("max_grad_norm") == expected
-    assert calls["TrainingArguments"]["max_grad_norm"] == (expected or 0)
+@pytest.mark.parametrize("config", [{}, {"gradient_clipping": 0.5}, {"gradient_clipping": 0}])
+def test_clipping_is_that_of_deepspeed_also_by_default(config: dict[str, Any]) -> None:
+    calls, expected = calls_of(config), config.get("gradient_clipping", 1.0)
+    assert calls["SpeculativeCPUAdamW"].get("max_grad_norm") == (expected or None)
+    assert calls["TrainingArguments"]["max_grad_norm"] == expected
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam"])
@@ -80,7 +78,7 @@ def test_what_is_not_given_is_as_in_deepspeed(kind: str, torchs: bool, mode: boo
         assert (arguments["learning_rate"], arguments["weight_decay"], arguments["warmup_steps"]) == (1e-3, decay, 1000)
         notes = translation.translated(config)
         assert ("warmup_max_lr: 0.001 there unless given" in notes) is (schedule == "WarmupDecayLR")
-    assert calls_of({})["SpeculativeCPUAdamW"] == {"max_grad_norm": 1.0}  # the program makes its own
+    assert calls_of({"train_batch_size": None})["SpeculativeCPUAdamW"] == {"max_grad_norm": 1.0}  # of the program
 
 
 def test_fp16_keeps_fp32_weights_because_torch_unscales_no_gradients_in_fp16() -> None:
@@ -115,11 +113,12 @@ def test_each_key_without_counterpart_has_a_line() -> None:
     assert "# zero_optimisation.stage: 3: not known here" in misspelt
     assert "# a b: 1: not known here" in translation.translated({"a\nb": 1})
     assert "# scheduler.type: [1]: a learning-rate" in translation.translated(nested("scheduler.type", [1]))
+    assert "# scheduler.params.warmup_type: 9: a" in translation.translated(nested("scheduler.params.warmup_type", 9))
 
 
 def test_auto_is_left_to_the_trainer() -> None:
     params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    schedule = {"type": "WarmupLR", "params": {f"warmup_{name}": "auto" for name in ("num_steps", "min_lr", "max_lr")}}
     config = {"optimizer": {"params": params}, "scheduler": schedule, "bf16": {"enabled": "auto"}}
     config |= dict.fromkeys(("gradient_clipping", "train_micro_batch_size_per_gpu", "train_batch_size"), "auto")
     calls = calls_of(config)
@@ -128,6 +127,7 @@ def test_auto_is_left_to_the_trainer() -> None:
     notes = translation.translated(config)
     for name in ("learning_rate", "adam_beta1 and adam_beta2", "max_grad_norm", "per_device_train_batch_size"):
         assert f"auto, which {'are' if ' ' in name else 'is'} {name} of the Trainer" in notes
+    assert "warmup_min_lr: 'auto': transformers warms up linearly, from 0 to lr" in notes
 
 
 def test_older_forms_and_those_of_accelerate() -> None:

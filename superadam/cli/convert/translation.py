@@ -95,7 +95,7 @@ NO_COUNTERPART = {
     "optimizer.params.bias_correction": "always on, as in torch",
     "optimizer.params.fused": "accepted by the optimizer; there is one implementation",
     "optimizer.params.foreach": "accepted by the optimizer; there is one implementation",
-    "scheduler.params": "a learning-rate scheduler of torch",
+    **dict.fromkeys(("scheduler.type", "scheduler.params"), "a learning-rate scheduler of torch"),
     "bf16.check_grad_overflow": 'on: an Inf or NaN skips the step; on_nonfinite="raise" raises',
     "bf16.bf16_master_weights_and_grads": 'masters are fp32, or 24 bits with master="24bit"',
     "bf16.immediate_grad_update": "gradients are taken as they arrive",
@@ -137,9 +137,8 @@ def translated(config: dict[str, Any]) -> str:
     if "bfloat16" in config:  # the older name
         config = {"bf16" if key == "bfloat16" else key: value for key, value in config.items()}
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        value = config.get(key, AUTO)
-        if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UsageError(f'{key} is {_shown(value)}, expected a whole number of at least 1, or "auto"; correct it')
+        if config.get(key) not in (None, AUTO):
+            _count(key, config[key], 1)
     if isinstance(config.get("zero_optimization"), bool):  # as in its first version
         config = config | {"zero_optimization": {"stage": int(config["zero_optimization"])}}
     unread = _flat(config, "")
@@ -232,34 +231,27 @@ def _dtype(found: _Settings, unread: dict[str, Any]) -> str | None:
 
 
 def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
-    kind = unread.pop("scheduler.type", None)
-    parameters = {
-        name: unread.pop(f"scheduler.params.{name}", None)
-        for name in ("warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_type")
-    }
-    if kind is None:
+    kind = unread.get("scheduler.type")
+    if kind not in [*SCHEDULES]:  # a list: a wrong type may have no hash
         return
-    is_known = kind in [*SCHEDULES]  # a list: a wrong type may have no hash
-    if is_known:
-        found.trainer["lr_scheduler_type"] = f'"{SCHEDULES[kind]}"'
-    else:
-        found.notes.append(f"scheduler.type: {_shown(kind)}: a learning-rate scheduler of torch")
-    if is_known and parameters["warmup_num_steps"] is None:
-        parameters["warmup_num_steps"] = 1000  # as there
-    names = {"warmup_num_steps": "warmup_steps", "total_num_steps": "max_steps"}
-    for key, value in parameters.items():
-        if key in names and (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
-            found.trainer[names[key]] = repr(int(value))
+    found.trainer["lr_scheduler_type"] = f'"{SCHEDULES[unread.pop("scheduler.type")]}"'
+    names = {"warmup_num_steps": "warmup_steps", "total_num_steps": "max_steps", "warmup_max_lr": "learning_rate"}
+    usual = {"warmup_type": "log there unless given; transformers warms up linearly"}
+    if kind == "WarmupDecayLR":
+        usual["warmup_max_lr"] = "0.001 there unless given; transformers warms up to lr"
+    for word in (*names, "warmup_min_lr", "warmup_type"):
+        key = f"scheduler.params.{word}"
+        value = unread.pop(key, None)
+        if word == "warmup_num_steps" and value is None:
+            value = 1000  # as there
+        if value == AUTO and word in names:
+            found.notes.append(f"{key}: auto, which is {names[word]} of the Trainer")
+        elif value is not None and word.endswith("_num_steps"):
+            found.trainer[names[word]] = repr(_count(key, value, 0))
         elif value is not None:
-            instead = (
-                names.get(key, "learning_rate") if value == AUTO else "transformers warms up linearly, from 0 to lr"
-            )
-            which = f"auto, which is {instead} of the Trainer" if value == AUTO else f"{_shown(value)}: {instead}"
-            found.notes.append(f"scheduler.params.{key}: {which}")
-    if kind == "WarmupDecayLR" and parameters["warmup_max_lr"] is None:
-        found.notes.append("scheduler.params.warmup_max_lr: 0.001 there unless given; transformers warms up to lr")
-    if is_known and parameters["warmup_type"] is None:
-        found.notes.append("scheduler.params.warmup_type: log there unless given; transformers warms up linearly")
+            found.notes.append(f"{key}: {_shown(value)}: transformers warms up linearly, from 0 to lr")
+        elif word in usual:
+            found.notes.append(f"{key}: {usual[word]}")
 
 
 def _text(found: _Settings, kind: str, stage: int, dtype: str | None) -> str:
@@ -309,6 +301,13 @@ def _prefixes(key: str) -> list[str]:
 
 def _switch(value: Any) -> Any:
     return value.lower() not in ("false", "no", "off", "0") if isinstance(value, str) and value != AUTO else value
+
+
+def _count(key: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or value < least:
+        expected = f'a whole number of at least {least}, or "auto"'
+        raise UsageError(f"{key} is {_shown(value)}, expected {expected}; correct it")
+    return int(value)
 
 
 def _number(key: str, value: Any) -> Any:
