@@ -62,7 +62,7 @@ def save_fp32(
         raise ImportError(f"save_fp32() needs safetensors ({error}); pip install safetensors") from error
     ranks = CheckpointRanks(process_group, f"cannot write masters to {folder}", "", "nothing was written")
     model = unwrapped(model)
-    path = Path(os.path.realpath(folder))  # no symbolic link, which a folder cannot replace
+    path = ranks.run(lambda: Path(os.path.realpath(folder)))  # no symbolic link, which a folder cannot replace
     part = path.with_name(f".{path.name}.part")
 
     tensors = ranks.run(lambda: _masters(model, optimizer))

@@ -53,10 +53,12 @@ class ZeroCheckpoint:
         # Adam's own state dict has this name in ZeRO-1 and 2, or this one in ZeRO-3, or only its groups were converted.
         self._adam = [each.get("base_optimizer_state", each.get("optimizer_state_dict", each)) for each in self._shards]
         self._groups = {number: group for group in self._adam[0]["param_groups"] for number in group["params"]}
+        corrections = "bias_correction", "correct_bias"  # the latter of transformers 4
         for group in self._groups.values():
-            if not group.keys() & {"amsgrad", "bias_correction"} or group.keys() & {"max_grad_norm", "use_muon"}:
+            if not group.keys() & {"amsgrad", *corrections} or group.keys() & {"max_grad_norm", "use_muon"}:
                 raise CheckpointError("it was trained with another optimizer, expected Adam or AdamW")
-            if group.get("amsgrad") or group.get("maximize") or not group.get("bias_correction", True):
+            is_corrected = all(group.get(key, True) for key in corrections)
+            if group.get("amsgrad") or group.get("maximize") or not is_corrected:
                 raise CheckpointError(
                     "it was trained with amsgrad, maximize or without bias correction, expected plain Adam"
                 )
@@ -64,7 +66,8 @@ class ZeroCheckpoint:
         config = model.get("ds_config")
         config = config if isinstance(config, dict) else {}  # None in older ones
         zero, made = config.get("zero_optimization"), config.get("optimizer") or {}
-        if self._is_universal and isinstance(zero, dict) and zero.get("round_robin_gradients") and zero["stage"] == 2:
+        takes_turns = isinstance(zero, dict) and zero.get("round_robin_gradients") and zero["stage"] == 2
+        if self._is_universal and takes_turns and self._ranks > 1:
             raise CheckpointError(
                 "ds_to_universal mixes parameters up with round_robin_gradients, load the checkpoint it was made of"
             )

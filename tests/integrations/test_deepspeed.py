@@ -219,21 +219,18 @@ def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
     assert torch.equal(found["up.weight"], optimizer.state[model.up.weight]["master"])
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path):
-    model, optimizer = training()
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     (tmp_path / "other").write_text("")
-    with refused(optimizer, CheckpointError, "not empty, expected a new folder; choose another one; nothing was"):
-        deepspeed.save_fp32(tmp_path, model, optimizer)
-    assert os.listdir(tmp_path) == ["other"]
-
-
-def test_masters_that_cannot_be_read_leave_nothing_behind(tmp_path):
     parameter = torch.nn.Parameter(torch.ones(3))
-    model = torch.nn.ParameterList([parameter, torch.nn.Parameter(parameter.data)])
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    with refused(optimizer, CheckpointError, "share memory.*; nothing was written"):
-        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
-    assert os.listdir(tmp_path) == []
+    shared = torch.nn.ParameterList([parameter, torch.nn.Parameter(parameter.data)])
+    for folder, (model, optimizer), words in (
+        (tmp_path, training(), "not empty, expected a new folder; choose another one; nothing was written"),
+        (tmp_path / "model", (shared, SpeculativeCPUAdamW(shared.parameters())), "share memory.*; nothing was written"),
+        (b"bytes", training(), "TypeError: .*; nothing was written"),
+    ):
+        with refused(optimizer, CheckpointError, words):
+            deepspeed.save_fp32(folder, model, optimizer)
+    assert os.listdir(tmp_path) == ["other"]
 
 
 def test_one_file_of_masters_is_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -301,6 +298,9 @@ def decayed_as_adam(path: Path) -> None:
         changed_model(lambda content: content["ds_config"].update(optimizer=made))(path)
 
 
+mixed_up = changed_model(lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
+
+
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no optimizer": ("zero2-2", "*optim*", Path.unlink, r"no files \*optim_states.pt, expected a checkpoint of ZeRO"),
     "no model": ("zero2-2", "*model_states*", Path.unlink, r"no files \*model_states.pt"),
@@ -326,17 +326,13 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         for name, change, sentence in (
             ("SuperOffload", lambda adam: adam["state"].clear(), "no moments of embed.weight, .* of SuperOffload"),
             ("maximize", lambda adam: adam["param_groups"][0].update(maximize=True), "with amsgrad, maximize or"),
+            ("uncorrected", lambda adam: adam["param_groups"][1].update(correct_bias=False), "without bias correction"),
             ("NAdam", lambda adam: adam["param_groups"][1].pop("amsgrad"), "another optimizer, expected Adam or AdamW"),
             ("L2", lambda adam: adam["param_groups"][0].update(decoupled_weight_decay=False), "a SpeculativeCPUAdam;"),
         )
     },
     "Adam of DeepSpeed": ("zero2-1", "*.pt", decayed_as_adam, r"that of Adam \(L2\), expected that of AdamW"),
-    "mixed up": (
-        "zero2-2/universal",
-        "*model_states*",
-        changed_model(lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True)),
-        "ds_to_universal mixes parameters up with round_robin_gradients, load the checkpoint it was made of",
-    ),
+    "mixed up": ("zero2-2/universal", "*model_states*", mixed_up, "ds_to_universal mixes .*, load the checkpoint it"),
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
     "masters next to moments are missing": ("zero3-2", "fp32.pt", Path.unlink, "No such file"),
     **{
@@ -382,8 +378,18 @@ def everything(folder: Path) -> list[Any]:
     return [steps, optimizer.state_dict()["param_groups"], {name: value.tolist() for name, value in values.items()}]
 
 
-def test_mappings_that_are_wrong_with_round_robin_gradients_are_not_needed(tmp_path):
-    assert everything(edited(tmp_path, "zero2-2", "*rank*optim*", changed_adam(dict))) == everything(DATA / "zero2-2")
+@pytest.mark.parametrize("key", ["bias_correction", "correct_bias"])  # of DeepSpeed, of transformers 4
+def test_mappings_that_are_wrong_with_round_robin_gradients_are_not_needed(tmp_path, key):
+    change = changed_adam(lambda adam: [each.update({key: not each.pop("amsgrad")}) for each in adam["param_groups"]])
+    assert everything(edited(tmp_path, "zero2-2", "*rank*optim*", change)) == everything(DATA / "zero2-2")
+
+
+def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
+    copy = edited(tmp_path, "zero2-2/universal", "*model_states*", mixed_up)
+    groups = zero_checkpoint._read(path := copy / "zero/optimizer_state.pt")["param_groups"]
+    path.unlink()  # which is mapped
+    torch.save({"partition_count": [1, 1], "param_groups": groups}, path)
+    assert everything(copy) == everything(DATA / "zero2-2/universal")
 
 
 @pytest.mark.parametrize("folder", ["zero2-1", "zero3-2-small", "zero3-2/universal"])
