@@ -62,10 +62,11 @@ class CheckpointFolder(NamedTuple):
 
 
 def look(folder: Path) -> CheckpointFolder:
-    """Return what is in a folder, which may be absent; raises OSError, and CheckpointError for one of a checkpoint."""
-    if _run_of(folder) is not None:  # with more files than in its manifest, it would be damaged
-        holder = Path(os.path.realpath(folder)).parent
-        raise CheckpointError(f"it is a checkpoint itself, expected the folder that holds it: pass {holder}")
+    """Return what is in a folder, which may be absent; raises OSError, and CheckpointError in that of a checkpoint."""
+    path = Path(os.path.realpath(folder))
+    if inside := [each for each in (path, *path.parents) if _run_of(each)]:  # with more files, it would be damaged
+        kind = "is" if inside[0] == path else "lies in"
+        raise CheckpointError(f"it {kind} a checkpoint, expected the folder that holds it: pass {inside[0].parent}")
     try:
         text = _read(folder / _LATEST).decode("ascii", "replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -245,7 +246,7 @@ def _run_of(path: Path) -> str | None:
     """Return the id of a checkpoint's run; None where its manifest cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
         manifest = json.loads(_read(path / _MANIFEST))
-        return manifest.get("run") if isinstance(manifest, dict) else None
+        return manifest["run"] if isinstance(manifest, dict) and manifest.keys() >= {"format", "run", "files"} else None
     return None
 
 
