@@ -72,10 +72,10 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     )
 
     def look() -> checkpoint_folder.CheckpointFolder:
-        path = Path(folder).absolute()
+        found = checkpoint_folder.look(path := Path(folder).absolute())
         if ranks.size > 1:
             path.mkdir(parents=True, exist_ok=True)
-        return checkpoint_folder.look(path)
+        return found
 
     there = ranks.on_first(look)
     _last_seen[there.newest.parent.resolve()] = there.state
@@ -199,9 +199,10 @@ def load(
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return what Accelerate or Lightning has wrapped; a wrapper with state of its own, as a Lookahead, stays."""
-    inner, own = getattr(optimizer, "optimizer", None), vars(optimizer).get("state")
-    return inner if isinstance(inner, Optimizer) and (own is None or own is vars(inner).get("state")) else optimizer
+    """Return what Accelerate or Lightning has wrapped; any other wrapper, as a Lookahead, may have state of its own."""
+    makers = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    is_wrapper = makers & {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -> None:

@@ -309,11 +309,14 @@ def test_nothing_there_is_refused(pair, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
         save(tmp_path / "file", *pair)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/manifest.json").write_text('{"run": "of the program"}')
     (link := tmp_path / "best").symlink_to(inside := save(tmp_path / "run", *pair))
     before = everything(inside)
-    for call in (latest, lambda folder: save(folder, *pair), lambda _: save(link, *pair, wait=False)):
-        with pytest.raises(CheckpointError, match=r"a checkpoint itself, expected .* holds it: pass \S*/run[;:]"):
-            call(inside)
+    for folder in (inside, inside / "more", link / "more"):
+        for call in (latest, lambda folder: save(folder, *pair), lambda folder: save(folder, *pair, wait=False)):
+            with pytest.raises(CheckpointError, match=r"(is|lies in) a checkpoint, .* holds it: pass \S*/run[;:]"):
+                call(folder)
     assert everything(inside) == before
     (tmp_path / "gone").mkdir()
     with contextlib.chdir(tmp_path / "gone"):
@@ -323,9 +326,10 @@ def test_nothing_there_is_refused(pair, tmp_path):
                 call("run", *pair)
 
 
-def test_wrapper_with_state_of_its_own_is_saved_itself_and_goes_on_from_a_link(pair, tmp_path):
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, SpeculativeCPUAdamW])
+def test_wrapper_with_state_of_its_own_is_saved_itself_and_goes_on_from_a_link(kind, pair, tmp_path):
     model, inner = pair
-    wrapper, other = torch.optim.AdamW(groups_of(model)), make(torch.optim.AdamW, torch.bfloat16, seed=5)
+    wrapper, other = kind(groups_of(model)), make(kind, torch.bfloat16, seed=5)
     wrapper.optimizer = inner
     train(model, wrapper, 1)
     (tmp_path / "best").symlink_to(save(tmp_path / "run", model, wrapper))
@@ -585,7 +589,7 @@ def test_save_that_was_interrupted_once_it_was_published_may_be_followed_by_anot
             save(tmp_path / "full", *pair)
     assert save(tmp_path / "full", *pair).exists()
     with monkeypatch.context() as context:
-        context.setattr(checkpoint_folder, "_run_of", interrupt)
+        context.setattr(checkpoint_folder, "_sealed", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, *pair)
     assert save(tmp_path, *pair).name == "save-00000001"

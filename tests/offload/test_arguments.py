@@ -85,6 +85,7 @@ def test_wrong_kinds() -> None:
     wrapped = SimpleNamespace(base_optimizer=adam(model))  # as SAM, Lookahead and others have theirs
     for check in (OffloadScheduler, take_reduced_gradients):
         refused(TypeError, told.format("SimpleNamespace"), check, wrapped, model)
+    wrapped.base_optimizer.optimizer = model  # a program's attribute
     OffloadScheduler(wrapped.base_optimizer, model).close()
     told = "^model is a function, expected the nn.Module whose parameters are optimized$"
     refused(TypeError, told, check_model, adam(model), lambda x: x)
