@@ -71,8 +71,11 @@ class ZeroCheckpoint:
             raise CheckpointError(
                 "ds_to_universal mixes parameters up with round_robin_gradients, load the checkpoint it was made of"
             )
-        if made.get("type"):  # DeepSpeed's own Adam keeps this nowhere else; in groups, it is that of torch's
-            is_decoupled = made["type"].lower() != "adam" or bool(made.get("params", {}).get("adam_w_mode", True))
+        kind, params = made.get("type", "").lower(), made.get("params") or {}
+        version = [*map(int, re.findall(r"\d+", str(model.get("ds_version"))))]
+        # DeepSpeed's own Adam keeps this nowhere else, and older ones lost it; in groups, it is that of torch's.
+        if kind and (kind != "adam" or "adam_w_mode" in params or version >= [0, 19, 4]):
+            is_decoupled = kind != "adam" or bool(params.get("adam_w_mode", True))
             for group in self._groups.values():
                 group.setdefault("decoupled_weight_decay", is_decoupled)
         self._names: list[dict[str, Any]] = [dict(shapes) for shapes in model["param_shapes"]]

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import deepspeed, fp32_weights, zero_checkpoint
 from superadam.integrations.distributed_checkpoint import CheckpointError
 
@@ -272,10 +272,6 @@ def changed_model(change: Any) -> Any:
     return write
 
 
-def changed_shapes(change: Any) -> Any:
-    return changed_model(lambda content: change(*content["param_shapes"]))
-
-
 def changed_adam(change: Any) -> Any:
     """Return what changes Adam's state in a file, without `param_slice_mappings`."""
 
@@ -289,13 +285,13 @@ def changed_adam(change: Any) -> Any:
     return write
 
 
-def decayed_as_adam(path: Path) -> None:
-    """Make a file one of DeepSpeed's own Adam with `adam_w_mode: false`."""
-    made = {"type": "Adam", "params": {"adam_w_mode": False}}
+def decayed_as_adam(path: Path, is_lost: bool = False) -> None:
+    """Make a file one of DeepSpeed's own Adam with `adam_w_mode: false`, which older ones have lost."""
+    made = {"type": "Adam", "params": {} if is_lost else {"adam_w_mode": False}}
     if "optim" in path.name:
         changed_adam(lambda adam: [group.pop("decoupled_weight_decay") for group in adam["param_groups"]])(path)
     else:
-        changed_model(lambda content: content["ds_config"].update(optimizer=made))(path)
+        changed_model(lambda it: it.update(ds_config={"optimizer": made}, ds_version=f"0.19.{8 - 8 * is_lost}"))(path)
 
 
 mixed_up = changed_model(lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
@@ -336,15 +332,15 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),
     "masters next to moments are missing": ("zero3-2", "fp32.pt", Path.unlink, "No such file"),
     **{
-        name: ("zero2-1", "*model*", changed_shapes(change), sentence)
+        name: ("zero2-1", "*model*", changed_model(change), sentence)
         for name, change, sentence in (
-            ("another name", lambda first, _: first.update(other=torch.Size([1])), "has other, which the model lacks"),
+            ("name", lambda it: it["param_shapes"][0].update(other=torch.Size([1])), "other, which the model lacks"),
             (
-                "another shape",
-                lambda first, _: first.update({"up.weight": torch.Size([5, 9])}),
-                r"up.weight is of shape \(5, 9\) in it, expected \(9, 5\) as in the model",
+                "shape",
+                lambda it: it["param_shapes"][0].update({"up.weight": torch.Size([5, 9])}),
+                r"is of shape \(5, 9",
             ),
-            ("untrained", lambda _, second: second.pop("up.bias"), "no state of up.bias, which the optimizer trains"),
+            ("untrained", lambda it: it["param_shapes"][1].pop("up.bias"), "no state of up.bias, which the optimizer"),
         )
     },
     **{
@@ -382,6 +378,12 @@ def everything(folder: Path) -> list[Any]:
 def test_mappings_that_are_wrong_with_round_robin_gradients_are_not_needed(tmp_path, key):
     change = changed_adam(lambda adam: [each.update({key: not each.pop("amsgrad")}) for each in adam["param_groups"]])
     assert everything(edited(tmp_path, "zero2-2", "*rank*optim*", change)) == everything(DATA / "zero2-2")
+
+
+def test_what_older_ones_have_lost_is_not_guessed(tmp_path):
+    model, _ = training()
+    copy = edited(tmp_path, "zero2-1", "*.pt", partial(decayed_as_adam, is_lost=True))
+    assert deepspeed.load(copy, model, SpeculativeCPUAdam(groups_of(model))) == deepspeed_run.STEPS
 
 
 def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
@@ -453,8 +455,7 @@ def test_state_is_read_a_parameter_at_a_time(monkeypatch):
     monkeypatch.setattr(zero_checkpoint.ZeroCheckpoint, "flat", counted)
     checkpoint = zero_checkpoint.ZeroCheckpoint(DATA / "zero3-2")
     model, optimizer = training()
-    targets = dict(model.named_parameters())
-    entries = deepspeed._state_dict(checkpoint, targets, optimizer)["state"]
+    entries = deepspeed._state_dict(checkpoint, dict(model.named_parameters()), optimizer)["state"]
     assert not asked
     next(iter(entries.values()))
     assert {*asked} == {"embed.weight"}
