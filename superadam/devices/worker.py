@@ -69,7 +69,9 @@ class Worker:
             )
 
     def submit(self, job: Job) -> None:
-        """Add a job; it is discarded if an earlier one has failed. Raises RuntimeError when closed."""
+        """Add a job; discarded if an earlier one failed or the interpreter ends. Raises RuntimeError when closed."""
+        if self._is_abandoned:  # handlers of programs may still make a step, or close the scheduler
+            return
         if self._is_closed:
             raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
         if not self._has_ended:

@@ -60,7 +60,8 @@ def offload(
     Raises:
         RuntimeError: the Trainer has another optimizer already, trains with superadam already, or trains with
             DeepSpeed, DistributedDataParallel or FSDP1.
-        TypeError: the scheduler has no such option; or, from `train()`, the Trainer made another optimizer.
+        TypeError: this is no Trainer, or the scheduler has no such option; or, from `train()`, the Trainer made another
+            optimizer.
         ValueError: `moments` or `master` names no format, or, perhaps from `train()`, an optimizer of ours has another;
             or, from `train()`, an option of the scheduler is out of range.
 
@@ -69,6 +70,11 @@ def offload(
     How Trainers are used: https://github.com/superadam/superadam/blob/main/docs/frameworks.md
     """
     inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"trainer is a {type(trainer).__name__}, expected a Trainer of transformers or one derived from it; pass "
+            "the one that it has"
+        )
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
         raise RuntimeError("offload() was called for this Trainer already, expected one call; leave out this one")
     made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may have wrapped it
@@ -178,9 +184,10 @@ class OffloadCallback(TrainerCallback):
     ) -> None:
         """Open the scheduler: model and optimizer are prepared by now, and a checkpoint is loaded."""
         self.close()  # that of an attempt with another batch size
-        self.scheduler = OffloadScheduler(kwargs["optimizer"], kwargs["model"], **self._options)
+        model: Any = self._trainer.model  # SetFit gives callbacks another
+        self.scheduler = OffloadScheduler(kwargs["optimizer"], model, **self._options)
         self._began = self._logged = copy.copy(self.scheduler.optimizer.statistics)
-        _warn_of_float32(self.scheduler.optimizer, kwargs["model"])
+        _warn_of_float32(self.scheduler.optimizer, model)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add what was counted since the last log, or in all at the end, to what reporters see and what is kept."""

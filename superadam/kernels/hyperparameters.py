@@ -46,8 +46,8 @@ class Hyperparameters:
     decoupled_weight_decay: bool
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.lr < math.inf:
-            raise ValueError(f"Invalid learning rate: lr is {self.lr}; expected a finite number of at least 0")
+        if not math.isfinite(self.lr):  # schedulers may go below 0
+            raise ValueError(f"Invalid learning rate: lr is {self.lr}; expected a finite number")
         for index, beta in enumerate((self.beta1, self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}; expected 0 <= beta < 1")

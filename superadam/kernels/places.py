@@ -70,7 +70,7 @@ def address_of(tensor: Tensor) -> int:
 def sharing(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Return the positions of two tensors that have memory in common; the gaps between elements are not theirs."""
     begins = places_of(tensors)[:, ADDRESS].tolist()
-    ends = [begin + extent_of(tensor) for begin, tensor in zip(begins, tensors, strict=True)]
+    ends = [begin and begin + extent_of(tensor) for begin, tensor in zip(begins, tensors, strict=True)]
     near: list[int] = []  # those before that reach as far as the next one
     for second in sorted(filter(begins.__getitem__, range(len(tensors))), key=begins.__getitem__):
         near = [first for first in near if ends[first] > begins[second]]

@@ -28,7 +28,8 @@ def check_group(group: dict[str, Any]) -> None:
                 f"{key}=True is not possible, because the update runs on the CPU outside CUDA graphs and autograd; "
                 "leave it False or use torch.optim.AdamW"
             )
-    Hyperparameters.of_group(group)
+    if (lr := Hyperparameters.of_group(group).lr) < 0.0:
+        raise ValueError(f"Invalid learning rate: lr is {lr}; expected a number of at least 0 to begin with")
 
 
 def check_together(

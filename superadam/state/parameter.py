@@ -403,24 +403,28 @@ class ParameterState(Piece):
         return is_changed or not in_place
 
     @torch.no_grad()
-    def adopt(self, key: str, values: Tensor) -> bool:
+    def adopt(self, key: str, values: Tensor, before: Tensor | None = None) -> bool:
         """Store those elements that differ from the state's, as rounded to the dtype of `values`; return if any do.
 
-        So what has fewer bits than the state, and was not written to, changes nothing.
+        So what has fewer bits than the state, and was not written to, changes nothing. What the state was `before`, an
+        earlier call, takes its place.
         """
         if values.dtype == self.dtype_of(key) and key in self.encodings:
             return self.store(key, values, in_place=True)
         stored = self.values_of(key)
         assert stored is not None
         given = values.detach().cpu().resolve_neg()
-        where = differing(given, stored.to(given.dtype))
-        if not where.any():
+        where = differing(given, (stored if before is None else before).to(given.dtype))
+        is_any = bool(where.any())
+        if not is_any and before is None:
             return False
         with torch_private.inference_mode(stored.is_inference()), torch.no_grad():  # where alone it can be written
+            if before is not None:
+                stored.copy_(before)
             stored[where] = given[where].to(stored.dtype)
             if key in self.encodings:
                 self.store(key, stored, in_place=True)
-        return True
+        return is_any
 
     def inherit(self, other: ParameterState) -> None:
         """Have what the stand-ins of a parameter's state before this one stand for."""

@@ -127,6 +127,7 @@ class ParameterTable:
         self._arrays: list[Tensor | None] = [None for _ in ARRAYS for _ in self.states]  # of all states, row by row
         self._places = places_of(self._arrays)  # when they were last bound
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
+        self._former_masters: dict[int, Tensor] = {}  # by row: values before writes that were adopted since the step
         for state in self.states:
             self._point_at(state, ARRAYS)
             self._point_at_parameter(state)
@@ -141,6 +142,7 @@ class ParameterTable:
             is_other = self._arrays[position] is not tensor or self._places[position, ADDRESS] != place[ADDRESS]
             self._arrays[position], self._places[position] = tensor, place
             if is_other and name == "master":  # else what others have written to it still counts
+                self._former_masters.pop(state.row, None)
                 self.remember_master(state)
             if name != "master" or not state.is_own_master:  # which the parameter is
                 self._point(state, name, tensor)
@@ -166,15 +168,27 @@ class ParameterTable:
             state.create_state(with_max=with_max)
             self.is_published[state.row] = False
 
-    def adopt_outside_write(self, state: ParameterState) -> None:
-        """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is."""
-        if state.master is not None:
-            state.adopt("master", state.local)
+    def adopt_outside_write(self, state: ParameterState, *, is_final: bool) -> None:
+        """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is.
+
+        Unless that `is_final`, elements of the parameter that become again what they were get their masters back.
+        """
+        if (values := state.values_of("master")) is not None:
+            former = self._former_masters.pop(state.row, None)
+            if state.master_version != self._known_masters[state.row][0]:  # others have written to the master
+                former = None
+            kept = values.clone() if former is None and not is_final else former
+            if state.adopt("master", state.local, former) and kept is not None and not is_final:
+                self._former_masters[state.row] = kept
         self.fingerprints.remember(state.row)
         self._point_at_parameter(state)
         self.remember_master(state)
         if state.has_state:  # another tensor may stand for the master
             self.is_published[state.row] = False
+
+    def forget_former_masters(self) -> None:
+        """Let go of what masters were before writes that were adopted: a step goes on from those."""
+        self._former_masters.clear()
 
     def forget_all_but(self, states: Collection[ParameterState]) -> None:
         """Let go of the tensors of all other states, to which much may refer still; the table is used no more.
@@ -229,7 +243,7 @@ class ParameterTable:
     def knowledge(self) -> Callable[[ParameterTable], None]:
         """Return what hands on to the next table which parameters and masters of both others have written to."""
         fingerprints, rows, known_masters = self.fingerprints, self.all_rows, self._known_masters
-        parameters, masters = self.parameters, [state.master for state in self.states]
+        parameters, masters, former = self.parameters, [state.master for state in self.states], self._former_masters
         addresses = self._places[ARRAYS.index("master") :: len(ARRAYS), ADDRESS].tolist()
 
         def tell(other: ParameterTable) -> None:
@@ -238,9 +252,12 @@ class ParameterTable:
                 state = other.state_of(parameter)
                 if state is None:
                     continue
+                same = state.master if state.master is master else None
+                if row in former and same is not None and state.master_version == known_masters[row][0]:
+                    other._former_masters[state.row] = former[row]
                 if row in written:
                     other.fingerprints.distrust(state.row)
-                elif master is not None and state.master is master and master.data_ptr() == addresses[row]:
+                elif same is not None and same.data_ptr() == addresses[row]:
                     other.fingerprints.remember(state.row)
                     other._known_masters[state.row] = known_masters[row]
 
@@ -298,6 +315,7 @@ class ParameterTable:
         """Whether others have written to a master since the parameter's last step."""
         version, first_step = self._known_masters[state.row]
         if state.master_version != version:
+            self._former_masters.pop(state.row, None)
             self._known_masters[state.row] = state.master_version, int(self.steps[state.row]) + 1
             return True
         return bool(self.steps[state.row] < first_step)

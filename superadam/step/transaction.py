@@ -237,9 +237,10 @@ class Transaction:
             if self._members[Phase.ACCEPTED]:
                 self._commit_of(gradients.states)
             if hinted := self.table.fingerprints.seen_hints(gradients.rows):  # bound() has just looked
-                self._adopt([self.table.states[row] for row in hinted])
+                self._adopt([self.table.states[row] for row in hinted], is_final=True)
             if written := self._samples.find_written(gradients.rows):
-                self._adopt([self.table.states[row] for row in written])
+                self._adopt([self.table.states[row] for row in written], is_final=True)
+            self.table.forget_former_masters()
             begin = self._spent("commit_seconds", begin)
             if gradients.are_whole:
                 return self._step_in_place(gradients, max_norm, begin), None
@@ -575,14 +576,15 @@ class Transaction:
         `with_samples`: also writes that left no hint, as far as a step would find them; nothing may be accepted.
         """
         with self._timed("commit_seconds"):
+            is_asked_for = states is not None
             if states is None:
                 rows = self.table.fingerprints.seen_hints(self.table.all_rows)  # bound() has just looked
                 states = [state for row in rows if has_memory((state := self.table.states[row]).local)]
-            self._adopt(states)
+            self._adopt(states, is_final=is_asked_for)
             if with_samples:
                 self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
-    def _adopt(self, states: Sequence[ParameterState]) -> None:
+    def _adopt(self, states: Sequence[ParameterState], *, is_final: bool = False) -> None:
         if not states:
             return
         for state in states:
@@ -598,7 +600,7 @@ class Transaction:
             for piece in state.pieces:  # the verdict updates them in place: what speculation has read was changed
                 if piece.phase is Phase.SPECULATED:
                     _pending_of(piece).is_stale = True
-            self.table.adopt_outside_write(state)
+            self.table.adopt_outside_write(state, is_final=is_final)
 
     def _make_ready(self, states: Sequence[ParameterState], rows: Rows, runs: Runs) -> bool:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""

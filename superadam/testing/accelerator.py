@@ -249,8 +249,7 @@ class SimulatedAccelerator:
 
     def collect(self) -> None:
         """Fill what was dropped, each block when its stream and those that have used it have come that far."""
-        while self._freed:
-            block = self.blocks.pop(self._freed.popleft().begin)
+        for block in [self.blocks.pop(self._freed.popleft().begin) for _ in range(len(self._freed))]:
             block.ends = tuple([stream.end() for stream in dict.fromkeys(block.used_by)])
             filling = SimulatedStream(self, is_passing=True)  # nothing else waits for that
             filling.operations.append((block.fill, (block.stream.end(), *block.ends)))

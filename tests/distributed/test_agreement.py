@@ -139,7 +139,7 @@ WRONGS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda adam, p: setattr(p, "grad", torch.ones(4, dtype=torch.bfloat16)),
         GRADIENT + r"is an ordinary tensor of shape \(4,\), expected it like",
     ),
-    "rate": (lambda adam, p: adam.param_groups[0].update(lr=-1.0), "lr is -1.0; expected"),
+    "rate": (lambda adam, p: adam.param_groups[0].update(lr=math.nan), "lr is nan; expected"),
     WRONG_STATE: (
         lambda adam, p: adam.state[p].update(step=torch.tensor(0.5)),
         "^the state of parameter 0 .* has step",
@@ -262,9 +262,9 @@ def test_an_error_after_the_verdict(rank, victims, tmp_path):
     if len(victims) == 2:
         assert optimizer.state_dict()["state"][0]["step"].item() == 2.0
         return
-    optimizer.param_groups[0]["lr"] = -1.0 if rank in victims else 0.1  # fails before it can ask: still it is behind
+    optimizer.param_groups[0]["lr"] = math.nan if rank in victims else 0.1  # before it asks: still it is behind
     if rank in victims:
-        raises(ValueError, "lr is -1.0; expected", optimizer.step)
+        raises(ValueError, "lr is nan; expected", optimizer.step)
     else:
         raises(RuntimeError, rf"^an error on ranks \[{victims[0]}\] has kept them from a step", optimizer.step)
     raises(CheckpointError, "^cannot save a checkpoint to .* kept ", lambda: save(tmp_path, model, optimizer))

@@ -1103,7 +1103,7 @@ def exception_in_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
         raise PlantedError
 
     if step % 2:
-        optimizer.param_groups[0]["lr"] = -1.0
+        optimizer.param_groups[0]["lr"] = math.nan
         with pytest.raises(ValueError, match="lr"):
             optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.01

@@ -248,6 +248,25 @@ def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, mon
     assert_nothing_is_attached(model, optimizer)
 
 
+@pytest.mark.parametrize(
+    "use", [lambda *_: None, lambda optimizer, _: optimizer.state_dict(), lambda _, it: it.close()]
+)
+def test_what_atexit_calls_after_the_worker_ended_is_done_without_it(use):
+    runs = []
+    for ends in (False, True):
+        scheduler = OffloadScheduler(optimizer := adam(model := mlp()), model, device=ThreadDevice())
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            if ends and seed:
+                scheduler._pipeline.worker._end_with_interpreter()
+                use(optimizer, scheduler)
+            optimizer.step()
+        scheduler.close()
+        runs.append(everything(model, optimizer))
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(("num_threads", "expected"), [("auto", 2), (3, 3)])
 def test_cores_limit_what_runs_beside_backward(num_threads, expected, monkeypatch):
     """The worker uses a number of threads until it is waited for, and others use theirs meanwhile."""

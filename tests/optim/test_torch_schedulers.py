@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import copy_weights, make
-from support.visible import state_bits, train, visible
+from support.visible import parameter, state_bits, train, visible
 from torch.optim import lr_scheduler, swa_utils
+
+from superadam import SpeculativeCPUAdamW
 
 
 def _sequential(optimizer: Any) -> Any:
@@ -49,6 +51,19 @@ def test_every_scheduler_of_torch_is_here() -> None:
 
 def _lr(is_tensor: bool) -> Any:
     return torch.tensor(0.01, dtype=torch.float64) if is_tensor else 0.01
+
+
+def test_a_rate_that_a_scheduler_takes_below_zero_counts_as_in_torch() -> None:
+    first, second = (kind([parameter(64)], fused=True) for kind in (SpeculativeCPUAdamW, torch.optim.AdamW))
+    schedulers = [lr_scheduler.LambdaLR(one, lambda epoch: 1 - epoch) for one in (first, second)]
+    for seed in range(4):
+        for one, its in zip((first, second), schedulers, strict=True):
+            train(one, seed, speculative=one is first)
+            its.step()
+    assert first.param_groups[0]["lr"] < 0
+    assert state_bits(first) == state_bits(second)
+    with pytest.raises(ValueError, match=r"lr is -1.0; expected"):
+        SpeculativeCPUAdamW([parameter(64)], lr=-1.0)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -3,17 +3,21 @@
 test_transaction.py and test_torch_sequences.py mix such writes, there and back, with speculation and all else.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import DTYPES, EACH_DTYPE, trained
+from support.optimizers import DTYPES, EACH_DTYPE, train_alike, trained
 from support.reference import same_bits
 from support.strategies import Magnitudes, random_array
 from support.visible import bits, give_gradients, parameter, parameters_of, state_bits, train, visible
+from torch import nn
 
-from superadam import SpeculativeCPUAdam
+from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.state.parameter import differing
 
 WORKING_COPIES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -23,21 +27,42 @@ def make(dtype: torch.dtype = torch.bfloat16) -> SpeculativeCPUAdam:
     return SpeculativeCPUAdam([parameter(9, 11, dtype=dtype)], lr=0.01, max_grad_norm=100.0)
 
 
+def write(optimizer: Any, values: torch.Tensor, elements: slice = slice(None)) -> None:
+    with torch.no_grad():
+        parameters_of(optimizer)[0].view(-1)[elements] = values.flatten()
+
+
+LOOKS: dict[str, Callable[[Any], object]] = {
+    "commit": SpeculativeCPUAdam.commit,
+    "state": lambda optimizer: optimizer.state,
+    "state dict": SpeculativeCPUAdam.state_dict,
+    "scheduler": lambda optimizer: OffloadScheduler(optimizer, nn.ParameterList(parameters_of(optimizer))).close(),
+}
+
+
 @WORKING_COPIES
-def test_commit_looks_at_parameters_also_after_a_state_was_loaded(dtype: torch.dtype) -> None:
-    """There and back with a look in between is a write: the element's master is what was written."""
-    optimizer = make(dtype)
-    train(optimizer, 1)
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("master", ["fp32", "24bit"])
+def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype, look, master):
+    """As averaged weights that are swapped in for a save. What stays counts, as does what was asked for."""
+    optimizer, twin = (trained(SpeculativeCPUAdam([parameter(9, 11, dtype=dtype)], master=master)) for _ in range(2))
+    optimizer.load_state_dict(twin.state_dict())
+    former = parameters_of(twin)[0].detach().clone()
+    for one in (optimizer, twin):
+        for written in (former + 1, former * 2, former):
+            write(one, written)
+            write(one, torch.tensor(7.0), slice(1))
+            if one is optimizer:
+                LOOKS[look](one)
+    train_alike(optimizer, twin, 3)
     (p,) = parameters_of(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    value = p[0, 0].item()
-    assert optimizer.state_dict()["state"][0]["master"][0, 0].item() != value
-    optimizer.load_state_dict(optimizer.state_dict())
-    for written in (7.0, value):
-        with torch.no_grad():
-            p[0, 0] = written
-        optimizer.commit()
-    assert optimizer.state[p]["master"][0, 0].item() == value
+    for factor, ask in ((1, optimizer.reload_masters), (2, lambda: optimizer.state[p]["master"].mul_(2))):
+        train(optimizer, 4)
+        former = p.detach().clone()
+        for written in (former + 1, former):
+            write(optimizer, written)
+            ask()
+        assert torch.equal(optimizer.state[p]["master"], factor * p.float())
 
 
 @EACH_DTYPE

@@ -253,7 +253,7 @@ def cases() -> st.SearchStrategy[Case]:
 def drawn_case(rng: np.random.Generator, count: int = 4096) -> Case:
     while True:
         hyper = Hyperparameters(
-            lr=float(10 ** rng.uniform(-8, 0.5)),
+            lr=float(rng.choice([1, 1, 1, -1]) * 10 ** rng.uniform(-8, 0.5)),
             beta1=float(rng.choice([0.9, 0.9, 0.95, 0.99, 0.5, 0.51, 0.3, 0.0])),
             beta2=float(rng.choice([0.999, 0.95, 0.99, 0.9999, 0.5, 0.0])),
             eps=float(rng.choice([1e-8, 1e-8, 1e-6, 1e-15, 0.0, 1e-30, 1.0, 1e10])),

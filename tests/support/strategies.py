@@ -66,7 +66,7 @@ def hyperparameters(largest: float = 1e30) -> st.SearchStrategy[Hyperparameters]
     )
     return st.builds(
         Hyperparameters,
-        lr=st.one_of(st.sampled_from([0.0, 1e-5, 1e-3, 1.0]), anything),
+        lr=st.one_of(st.sampled_from([0.0, 1e-5, -1e-3, 1.0]), anything),
         beta1=betas,
         beta2=betas,
         eps=st.one_of(st.sampled_from([0.0, 1e-8, 1e-40]), anything),
