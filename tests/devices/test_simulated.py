@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import sys
 from collections.abc import Callable
 from unittest import mock
 
@@ -160,6 +161,14 @@ def test_what_is_dropped_before_a_stream_has_read_it_is_nan_to_that_unless_it_wa
         seen.add(bool(target.isnan().all()))
         assert not device.has_memory_in_use
     assert seen == {False} if is_recorded else True in seen
+
+
+def test_more_tensors_are_dropped_at_once_than_calls_may_be_nested() -> None:
+    device = lazy(0)
+    held = [device.host_empty(4, torch.float32) for _ in range(sys.getrecursionlimit())]
+    held.clear()
+    device.finish()
+    assert not device.has_memory_in_use
 
 
 def test_memory_of_the_model_that_others_drop_before_a_copy_runs_is_kept() -> None:
