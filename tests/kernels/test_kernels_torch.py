@@ -36,7 +36,8 @@ class TorchAdam:
         options |= asdict(hyper)
         options["betas"] = options.pop("beta1"), options.pop("beta2")
         kind = torch.optim.AdamW if options.pop("decoupled_weight_decay") else torch.optim.Adam
-        self._optimizer = kind([self.parameter], **options)
+        self._optimizer = kind([self.parameter], **options | {"lr": 1.0})
+        self._optimizer.param_groups[0]["lr"] = hyper.lr  # which the constructor refuses below 0
 
     def step(self, gradient: np.ndarray) -> None:
         self.parameter.grad = torch.from_numpy(gradient.copy())

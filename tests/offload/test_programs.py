@@ -672,6 +672,8 @@ def averaged_weights_swapped_in_for_evaluation(model: Any, optimizer: Any, step:
         torch._foreach_lerp_(average, own, 0.1)
         torch._foreach_copy_(list(model.parameters()), average)
         value = loss_of(model, 99)
+        if step % 2:
+            optimizer.state_dict()
         torch._foreach_copy_(list(model.parameters()), own)
     return value
 

@@ -19,8 +19,6 @@ from support.visible import parameters_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear, scaled_dot_product_attention
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
@@ -264,27 +262,6 @@ def proximal_policy_optimization(run: Run) -> None:
 
 
 @program()
-def stochastic_weight_averaging(run: Run) -> None:
-    """torch's own classes; the statistics of batch normalization are made for the averaged model at the end."""
-    layers = run.mlp(16, 64, 16)
-    model = nn.Sequential(layers[0], nn.BatchNorm1d(64).to(run.dtype), layers[1], layers[2])
-    optimizer = run.adamw(model.parameters())
-    swa, ema = AveragedModel(model), AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    schedule = SWALR(optimizer, swa_lr=0.003, anneal_epochs=3)
-    with run.overlap(optimizer, model):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.loss(model, step).backward()
-            optimizer.step()
-            ema.update_parameters(model)
-            if step > 2:
-                swa.update_parameters(model)
-                schedule.step()
-        update_bn([run.data(seed) for seed in range(3)], swa)
-    run.see(swa.state_dict(), ema.state_dict(), dict(model.named_buffers()))
-
-
-@program()
 def averages_saved_between_schedulers(run: Run) -> None:
     """Swapped in through `.data`, and out again: masters keep what a bf16 weight cannot hold."""
     model = run.mlp(16, 64, 16)
@@ -322,21 +299,6 @@ def accumulation_weighted_by_tokens(run: Run) -> None:
         run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
 
 
-@program(speculates=False)
-def gradients_noised_and_clipped_by_value_and_by_norm(run: Run) -> None:
-    model = run.mlp(16, 64, 16)
-    generator = torch.Generator().manual_seed(3)
-    for step in run.steps(model):
-        for micro in range(2):
-            (run.loss(model, 10 * step + micro) / 2).backward()
-        deviation = (0.01 / (1 + step) ** 0.55) ** 0.5
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * deviation
-            parameter.grad.add_(noise.to(parameter.dtype))
-        nn.utils.clip_grad_value_(model.parameters(), 0.1)
-        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-
-
 @program()
 def gradients_centralized_by_hooks(run: Run) -> None:
     """Of the second layer by a hook that was registered before the scheduler's, of others by later ones."""
@@ -354,43 +316,6 @@ def gradients_centralized_by_hooks(run: Run) -> None:
 
 
 # ---- gradients made by the program ----------------------------------------------------------------------------------
-
-
-class GradientsOfSamples:
-    """Leaves the gradient of every sample in `grad_sample`, as Opacus does: from what layers saw and got back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[nn.Module, Tensor] = {}
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(self._keep)
-                module.register_full_backward_hook(self._multiply)
-
-    def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.seen[module] = inputs[0].detach()
-
-    def _multiply(self, module: Any, _: Any, outputs: Any) -> None:
-        module.weight.grad_sample = torch.einsum("no,ni->noi", outputs[0], self.seen.pop(module))
-        if module.bias is not None:
-            module.bias.grad_sample = outputs[0].clone()
-
-
-@program(speculates=False)
-def private_gradients(run: Run) -> None:
-    """Every sample's gradient is clipped; their noised sum replaces what backward has left in `.grad`."""
-    model = run.mlp(16, 64, 16)
-    GradientsOfSamples(model)
-    generator = torch.Generator().manual_seed(3)
-    for step in run.steps(model):
-        run.loss(model, step).backward()
-        parameters: list[Any] = list(model.parameters())
-        norms = torch.stack([p.grad_sample.float().flatten(1).norm(dim=1) for p in parameters]).norm(dim=0)
-        factors = (0.05 / (norms + 1e-6)).clamp(max=1.0)
-        for p in parameters:
-            total = torch.einsum("n,n...->...", factors, p.grad_sample.float())
-            p.grad = ((total + 0.01 * torch.randn(p.shape, generator=generator)) / 8).to(p.dtype).view_as(p)
-            p.grad_sample = None
-        run.see(norms)
 
 
 @program(speculates=False)
@@ -485,38 +410,6 @@ def reptile(run: Run) -> None:
                 parameter.grad = parameter.detach() - moved.detach()
             optimizer.step()
             optimizer.zero_grad()
-
-
-# ---- layers that are thawed -----------------------------------------------------------------------------------------
-
-
-@program()
-def gradual_unfreezing(run: Run) -> None:
-    """Layer by layer from the last, with smaller learning rates for the earlier ones, and momentum that cycles, too."""
-    model = run.mlp(16, 64, 64, 64, 16)
-    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    model.requires_grad_(False)
-    layers[-1].requires_grad_(True)
-    optimizer = run.adamw([{"params": layers[-1].parameters(), "lr": 0.02}])
-    with run.overlap(optimizer, model):
-        for phase in range(4):
-            if phase in (1, 2):
-                layers[-1 - phase].requires_grad_(True)
-                optimizer.add_param_group({"params": list(layers[-1 - phase].parameters()), "lr": 0.02 / 2.6**phase})
-            elif phase == 3:  # the rest; and the head is frozen again
-                model.requires_grad_(True)
-                layers[-1].requires_grad_(False)
-                optimizer.add_param_group({"params": list(layers[0].parameters()), "lr": 0.001})
-            rates = [0.02 / 2.6**number for number in range(len(optimizer.param_groups))]
-            schedule = OneCycleLR(optimizer, rates, total_steps=4, base_momentum=0.6, max_momentum=0.9)
-            for step in range(4):
-                optimizer.zero_grad()
-                loss = run.loss(model, 10 * phase + step)
-                loss.backward()
-                optimizer.step()
-                if step < 3:
-                    schedule.step()
-                run.see(loss, [group["betas"] for group in optimizer.param_groups], schedule.get_last_lr())
 
 
 # ---- language models ------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
             value = 1000  # as there
         if value == AUTO and word in names:
             found.notes.append(f"{key}: auto, which is {names[word]} of the Trainer")
-        elif value is not None and word.endswith("_num_steps"):
+        elif value is not None and word.endswith("num_steps"):
             found.trainer[names[word]] = repr(_count(key, value, 0))
         elif value is not None:
             found.notes.append(f"{key}: {_shown(value)}: transformers warms up linearly, from 0 to lr")
