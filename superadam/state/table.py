@@ -186,9 +186,10 @@ class ParameterTable:
         if state.has_state:  # another tensor may stand for the master
             self.is_published[state.row] = False
 
-    def forget_former_masters(self) -> None:
-        """Let go of what masters were before writes that were adopted: a step goes on from those."""
-        self._former_masters.clear()
+    def forget_former_masters(self, rows: Rows) -> None:
+        """Let go of what masters were before writes that were adopted: a step of these rows goes on from those."""
+        for row in rows.tolist() if self._former_masters else ():
+            self._former_masters.pop(row, None)
 
     def forget_all_but(self, states: Collection[ParameterState]) -> None:
         """Let go of the tensors of all other states, to which much may refer still; the table is used no more.

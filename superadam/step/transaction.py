@@ -240,7 +240,7 @@ class Transaction:
                 self._adopt([self.table.states[row] for row in hinted], is_final=True)
             if written := self._samples.find_written(gradients.rows):
                 self._adopt([self.table.states[row] for row in written], is_final=True)
-            self.table.forget_former_masters()
+            self.table.forget_former_masters(gradients.rows)
             begin = self._spent("commit_seconds", begin)
             if gradients.are_whole:
                 return self._step_in_place(gradients, max_norm, begin), None
