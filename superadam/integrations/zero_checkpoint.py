@@ -71,7 +71,7 @@ class ZeroCheckpoint:
             raise CheckpointError(
                 "ds_to_universal mixes parameters up with round_robin_gradients, load the checkpoint it was made of"
             )
-        kind, params = made.get("type", "").lower(), made.get("params") or {}
+        kind, params = (made.get("type") or "").lower(), made.get("params") or {}
         version = [*map(int, re.findall(r"\d+", str(model.get("ds_version"))))]
         # DeepSpeed's own Adam keeps this nowhere else, and older ones lost it; in groups, it is that of torch's.
         if kind and (kind != "adam" or "adam_w_mode" in params or version >= [0, 19, 4]):

@@ -39,22 +39,25 @@ class PublishedState:
         self.entries = entries
         self._lock = lock
         self.stays_encoded = False
-        self._apart: list[list[int]] = []  # where what was edited lay when no memory was shared
+        self._apart: list[tuple[int, str, list[int]]] = []  # what was edited and shared no memory: row, key, place
 
     def read_edited(self, table: ParameterTable) -> None:
         """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited."""
         held, moved = table.held_states(), table.moved_arrays(np.flatnonzero(table.is_held))
         edited = [state for state in held if state.row in moved or not self._is_as_read(state, table)]
-        lie = places_of([tensor for state in edited for _, tensor in self._tensors_of(state)])[:, :VERSION].tolist()
-        if lie and lie != self._apart:  # stand-ins that programs keep come with each step
+        places = places_of([tensor for state in edited for _, tensor in self._tensors_of(state)])[:, :VERSION].tolist()
+        keys = [(state.row, key) for state in edited for key, _ in self._tensors_of(state)]
+        apart = [(*key, place) for key, place in zip(keys, places, strict=True)]
+        if apart and apart != self._apart:  # stand-ins that programs keep come with each step
             self.refuse_shared_memory(table.states, [state.name for state in table.states])
-            self._apart = lie
+            self._apart = apart
         for state in edited:  # none is accepted: speculation reads no state that programs may hold
             self.read(state, table, moved.get(state.row, ()))
         self.let_go(edited)
 
     def refuse_shared_memory(self, states: Sequence[ParameterState], names: Sequence[str]) -> None:
         """Raise ValueError if entries have tensors in the same memory, to which the steps of several would write."""
+        self._apart = []
         found = [
             (tensor, f"{key} of {name}")
             for state, name in zip(states, names, strict=True)

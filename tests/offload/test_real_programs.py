@@ -337,28 +337,6 @@ def gradients_of_torch_func(run: Run) -> None:
 # ---- learning to learn ----------------------------------------------------------------------------------------------
 
 
-@program(speculates=False)
-def meta_learning_through_the_inner_steps(run: Run) -> None:
-    """MAML: tasks add up in `.grad`, some through backward and some by hand (Finn et al., 1703.03400)."""
-    model = run.mlp(16, 64, 16)
-    for step in run.steps(model, 3):
-        for task in range(3):
-            values = dict(model.named_parameters())
-            for inner in range(2):
-                loss = functional_call(model, values, (run.data(task + inner),)).float().square().mean()
-                inner_gradients = torch.autograd.grad(loss, list(values.values()), create_graph=True)
-                pairs = zip(values.items(), inner_gradients, strict=True)
-                values = {name: value - 0.1 * gradient for (name, value), gradient in pairs}
-            outer = functional_call(model, values, (run.data(100 * step + task),)).float().square().mean()
-            if task < 2:
-                outer.backward()
-            else:
-                found = torch.autograd.grad(outer, list(model.parameters()))
-                for parameter, gradient in zip(model.parameters(), found, strict=True):
-                    parameter.grad = parameter.grad + gradient
-            run.see(outer)
-
-
 @program()
 def meta_learning_on_copies(run: Run) -> None:
     """First-order MAML: a copy learns each task with an optimizer of its own; its last gradients are the outer ones."""

@@ -16,16 +16,17 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.optim.published_state import PublishedState
 
 
-def _two_views(first: slice, second: slice) -> list[torch.nn.Parameter]:
+def _views(*parts: slice) -> list[torch.nn.Parameter]:
     buffer = torch.zeros(10)
-    return [torch.nn.Parameter(buffer[first]), torch.nn.Parameter(buffer[second])]
+    return [torch.nn.Parameter(buffer[part]) for part in parts]
 
 
 SHARED: dict[str, Callable[[], list[torch.nn.Parameter]]] = {
-    "the same data": lambda: _two_views(slice(10), slice(10)),
-    "overlapping": lambda: _two_views(slice(6), slice(5, 10)),
-    "one inside the other": lambda: _two_views(slice(10), slice(3, 4)),
-    "every third and every fourth": lambda: _two_views(slice(1, 10, 3), slice(0, 10, 4)),
+    "the same data": lambda: _views(slice(10), slice(10)),
+    "overlapping": lambda: _views(slice(6), slice(5, 10)),
+    "one inside the other": lambda: _views(slice(10), slice(3, 4)),
+    "across another": lambda: _views(slice(0, 10, 9), slice(2, 4), slice(9, 10)),
+    "every third and every fourth": lambda: _views(slice(1, 10, 3), slice(0, 10, 4)),
     "transposed": lambda: [one := parameter(3, 3), torch.nn.Parameter(one.detach().t())],
 }
 
@@ -46,6 +47,8 @@ def test_state_that_parameters_share_is_refused_until_each_has_its_own(shared: A
     optimizer = SpeculativeCPUAdam([parameter(2, 64, dtype=torch.bfloat16) for _ in range(2)], moments=moments)
     train(optimizer, 1)
     first, second = parameters_of(optimizer)
+    optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"].clone()  # which is looked at, too
+    train(optimizer, 1)
     optimizer.state[second] = shared(optimizer.state[first])
     for use in (optimizer.speculate, optimizer.step):
         with refused(optimizer, ValueError, r"parameter . of group 0 share memory, expected state of its own for each"):
@@ -81,7 +84,7 @@ def test_refused_parameters_leave_those_of_before_in_their_places() -> None:
 
 
 def test_parameters_side_by_side_in_one_buffer() -> None:
-    flat = SpeculativeCPUAdam(_two_views(slice(6), slice(6, 10)))
+    flat = SpeculativeCPUAdam(_views(slice(6), slice(6, 10)))
     apart = SpeculativeCPUAdam([torch.nn.Parameter(torch.zeros(length)) for length in (6, 4)])
     for seed in range(2):
         for optimizer in (flat, apart):

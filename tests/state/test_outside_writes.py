@@ -36,7 +36,10 @@ LOOKS: dict[str, Callable[[Any], object]] = {
     "commit": SpeculativeCPUAdam.commit,
     "state": lambda optimizer: optimizer.state,
     "state dict": SpeculativeCPUAdam.state_dict,
-    "scheduler": lambda optimizer: OffloadScheduler(optimizer, nn.ParameterList(parameters_of(optimizer))).close(),
+    "scheduler": lambda optimizer: (
+        optimizer.commit(),
+        OffloadScheduler(optimizer, nn.ParameterList(parameters_of(optimizer))).close(),
+    ),
 }
 
 
@@ -44,25 +47,36 @@ LOOKS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("master", ["fp32", "24bit"])
 def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype, look, master):
-    """As averaged weights that are swapped in for a save. What stays counts, as does what was asked for."""
-    optimizer, twin = (trained(SpeculativeCPUAdam([parameter(9, 11, dtype=dtype)], master=master)) for _ in range(2))
+    """As averaged weights that are swapped in for a save. What stays for a step counts, as does what was asked for."""
+    make_two = lambda: [parameter(9, 11, dtype=dtype), parameter(3, dtype=dtype)]  # noqa: E731
+    optimizer, twin = (trained(SpeculativeCPUAdam(make_two(), master=master)) for _ in range(2))
     optimizer.load_state_dict(twin.state_dict())
-    former = parameters_of(twin)[0].detach().clone()
-    for one in (optimizer, twin):
-        for written in (former + 1, former * 2, former):
-            write(one, written)
-            write(one, torch.tensor(7.0), slice(1))
-            if one is optimizer:
-                LOOKS[look](one)
-    train_alike(optimizer, twin, 3)
-    (p,) = parameters_of(optimizer)
-    for factor, ask in ((1, optimizer.reload_masters), (2, lambda: optimizer.state[p]["master"].mul_(2))):
+    for stepped in ([], [1], [0, 1]):  # while others are written
+        former = parameters_of(twin)[0].detach().clone()
+        for one in (optimizer, twin):
+            for written in (former + 1, former * 2, former):
+                write(one, written)
+                write(one, torch.tensor(7.0), slice(1))
+                if one is optimizer:
+                    LOOKS[look](one)
+                if written is not former:
+                    for number in stepped:
+                        parameters_of(one)[number].grad = torch.ones_like(parameters_of(one)[number])
+                    one.step()
+                    one.zero_grad()
+        train_alike(optimizer, twin, 3)
+    p, _ = parameters_of(optimizer)
+    for ask in (
+        optimizer.reload_masters,
+        lambda: optimizer.state[p]["master"].mul_(2),
+        lambda: optimizer.state[p].update(master=p.float() * (1 + 2**-13)),
+    ):
         train(optimizer, 4)
         former = p.detach().clone()
-        for written in (former + 1, former):
-            write(optimizer, written)
-            ask()
-        assert torch.equal(optimizer.state[p]["master"], factor * p.float())
+        write(optimizer, former + 1)
+        ask()
+        write(optimizer, former)
+        assert torch.equal(optimizer.state[p]["master"], p.float())
 
 
 @EACH_DTYPE

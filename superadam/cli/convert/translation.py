@@ -138,7 +138,7 @@ def translated(config: dict[str, Any]) -> str:
         config = {"bf16" if key == "bfloat16" else key: value for key, value in config.items()}
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if config.get(key) not in (None, AUTO):
-            _count(key, config[key], 1)
+            config = config | {key: _count(key, config[key], 1)}
     if isinstance(config.get("zero_optimization"), bool):  # as in its first version
         config = config | {"zero_optimization": {"stage": int(config["zero_optimization"])}}
     unread = _flat(config, "")
