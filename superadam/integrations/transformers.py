@@ -77,7 +77,9 @@ def offload(
         )
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
         raise RuntimeError("offload() was called for this Trainer already, expected one call; leave out this one")
-    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may have wrapped it
+    made = trainer.optimizer
+    if not isinstance(made, SpeculativeCPUAdam):
+        made = getattr(made, "optimizer", made)  # Accelerate may have wrapped it
     if made is not None and not isinstance(made, SpeculativeCPUAdam):
         raise RuntimeError(
             f"the Trainer has an optimizer already, {type(made).__name__}, expected none or a SpeculativeCPUAdam; "

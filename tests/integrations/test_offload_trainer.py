@@ -22,6 +22,7 @@ from support.visible import bits, state_bits
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import transformers as integration
@@ -413,12 +414,19 @@ def refused(kind: type[Exception], told: str, trainer: Trainer, **options: Any) 
 def test_second_calls_unknown_options_and_other_optimizers_are_refused(tmp_path):
     trainer = trainer_in(tmp_path, torch.bfloat16)
     refused(TypeError, "bucket_size", trainer, bucket_size=3)
+    with pytest.raises(TypeError, match=r"^trainer is a Posix.*, expected a Trainer of transformers"):
+        offload(tmp_path)
     trainer.create_optimizer()
     told = "^the Trainer has an optimizer already, AdamW, expected none or a SpeculativeCPUAdam; call "
     refused(RuntimeError, told, trainer)
     trainer.optimizer = None
     offload(trainer)
     refused(RuntimeError, "^offload\\(\\) was called for this Trainer already, expected one call; ", trainer)
+
+
+def test_callbacks_may_be_given_another_model_as_setfit_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(CallbackHandler, "model", property(lambda _: None, lambda *_: None), raising=False)
+    compare(lambda: trainer_in(tmp_path, torch.bfloat16, max_steps=2))
 
 
 def test_other_optimizers_are_refused_before_training(tmp_path):

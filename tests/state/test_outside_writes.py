@@ -36,10 +36,7 @@ LOOKS: dict[str, Callable[[Any], object]] = {
     "commit": SpeculativeCPUAdam.commit,
     "state": lambda optimizer: optimizer.state,
     "state dict": SpeculativeCPUAdam.state_dict,
-    "scheduler": lambda optimizer: (
-        optimizer.commit(),
-        OffloadScheduler(optimizer, nn.ParameterList(parameters_of(optimizer))).close(),
-    ),
+    "scheduler": lambda one: (one.commit(), OffloadScheduler(one, nn.ParameterList(parameters_of(one))).close()),
 }
 
 
