@@ -34,7 +34,7 @@ from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.adam import SpeculativeCPUAdam
-from superadam.optim.arguments import parameters_of
+from superadam.optim.arguments import parameters_of, without_wrapper
 from superadam.optim.binding import untracked
 from superadam.optim.entry import Encoded
 
@@ -117,7 +117,7 @@ def save(
         CheckpointError: saving failed on some rank, or it has no memory for the copies; what was saved before is as it
             was.
     """
-    optimizer = _unwrapped(optimizer)
+    optimizer = without_wrapper(optimizer)
     with (
         nullcontext() if wait else background_save.beginning,
         _counted_steps(optimizer) as steps,
@@ -166,7 +166,7 @@ def load(
             that nothing was loaded, and names the newest other checkpoint that is intact; where a hook of the model's
             raised, or another rank, it says that a part was loaded.
     """
-    optimizer = _unwrapped(optimizer)
+    optimizer = without_wrapper(optimizer)
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
     there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
@@ -196,13 +196,6 @@ def load(
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
     _descent.setdefault(optimizer, set()).add(_last_seen.get(path.parent.resolve(), there.state))
     return values["extra"]
-
-
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return what Accelerate or Lightning has wrapped; any other wrapper, as a Lookahead, may have state of its own."""
-    makers = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-    is_wrapper = makers & {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
-    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -> None:

@@ -18,7 +18,7 @@ from torch.utils.serialization import config as serialization
 from superadam.host.memory import gigabytes
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.optim.arguments import checked_storage, parameters_of
+from superadam.optim.arguments import checked_storage, parameters_of, without_wrapper
 from superadam.step.outcome import Statistics
 
 try:
@@ -77,9 +77,7 @@ def offload(
         )
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
         raise RuntimeError("offload() was called for this Trainer already, expected one call; leave out this one")
-    made = trainer.optimizer
-    if not isinstance(made, SpeculativeCPUAdam):
-        made = getattr(made, "optimizer", made)  # Accelerate may have wrapped it
+    made = without_wrapper(trainer.optimizer)
     if made is not None and not isinstance(made, SpeculativeCPUAdam):
         raise RuntimeError(
             f"the Trainer has an optimizer already, {type(made).__name__}, expected none or a SpeculativeCPUAdam; "

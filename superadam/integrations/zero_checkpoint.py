@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from superadam.integrations.checkpoint_folder import CheckpointError
+from superadam.optim.checkpoint import CORRECTIONS
 
 UNIVERSAL = "zero"  # the folder in which ds_to_universal makes one of each parameter
 
@@ -53,11 +54,10 @@ class ZeroCheckpoint:
         # Adam's own state dict has this name in ZeRO-1 and 2, or this one in ZeRO-3, or only its groups were converted.
         self._adam = [each.get("base_optimizer_state", each.get("optimizer_state_dict", each)) for each in self._shards]
         self._groups = {number: group for group in self._adam[0]["param_groups"] for number in group["params"]}
-        corrections = "bias_correction", "correct_bias"  # the latter of transformers 4
         for group in self._groups.values():
-            if not group.keys() & {"amsgrad", *corrections} or group.keys() & {"max_grad_norm", "use_muon"}:
+            if not group.keys() & {"amsgrad", *CORRECTIONS} or group.keys() & {"max_grad_norm", "use_muon"}:
                 raise CheckpointError("it was trained with another optimizer, expected Adam or AdamW")
-            is_corrected = all(group.get(key, True) for key in corrections)
+            is_corrected = all(group.get(key, True) for key in CORRECTIONS)
             if group.get("amsgrad") or group.get("maximize") or not is_corrected:
                 raise CheckpointError(
                     "it was trained with amsgrad, maximize or without bias correction, expected plain Adam"

@@ -20,6 +20,13 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def without_wrapper(optimizer: Any) -> Any:
+    """Return what Accelerate or Lightning has wrapped; any other wrapper, as a Lookahead, may have state of its own."""
+    makers = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    is_wrapper = makers & {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for a hyper-parameter out of range, RuntimeError for `capturable` or `differentiable`."""
     for key in ("capturable", "differentiable"):

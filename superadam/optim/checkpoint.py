@@ -36,7 +36,7 @@ LATER_GROUP_KEYS = {
     "decoupled_weight_decay": False,
 }
 """Group keys that older versions of torch.optim.Adam lack, with their values in such a checkpoint."""
-_CORRECTION = ("bias_correction", "correct_bias")
+CORRECTIONS = ("bias_correction", "correct_bias")
 """Group keys of DeepSpeed's and apex' Adam, and of transformers' AdamW, which all others do without."""
 _LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
 _COUNTING = {torch.float32: 2**24, torch.float64: _LARGEST_STEP, torch.int32: 2**31 - 1, torch.int64: _LARGEST_STEP}
@@ -229,7 +229,7 @@ def _read_group(group: Mapping[str, Any], own_group: Mapping[str, Any], index: i
         raise ValueError(
             f"group {index} of the state dict lacks {', '.join(missing)}; load a checkpoint of Adam, AdamW or superadam"
         )
-    if uncorrected := [key for key in _CORRECTION if not group.get(key, True) and own_group.get(key, True)]:
+    if uncorrected := [key for key in CORRECTIONS if not group.get(key, True) and own_group.get(key, True)]:
         raise ValueError(
             f"group {index} of the state dict has {uncorrected[0]} {group[uncorrected[0]]!r}, expected True, as here; "
             "set that to go on with moments that are corrected"

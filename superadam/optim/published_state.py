@@ -45,6 +45,7 @@ class PublishedState:
         """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited."""
         held, moved = table.held_states(), table.moved_arrays(np.flatnonzero(table.is_held))
         edited = [state for state in held if state.row in moved or not self._is_as_read(state, table)]
+        # Each is asked for twice: a list of the tensors would be references, as programs have them.
         places = places_of([tensor for state in edited for _, tensor in self._tensors_of(state)])[:, :VERSION].tolist()
         keys = [(state.row, key) for state in edited for key, _ in self._tensors_of(state)]
         apart = [(*key, place) for key, place in zip(keys, places, strict=True)]

@@ -173,11 +173,12 @@ class ParameterTable:
 
         Unless that `is_final`, elements of the parameter that become again what they were get their masters back.
         """
-        if (values := state.values_of("master")) is not None:
+        if state.master is not None:
             former = self._former_masters.pop(state.row, None)
             if state.master_version != self._known_masters[state.row][0]:  # others have written to the master
                 former = None
-            kept = values.clone() if former is None and not is_final else former
+            values = None if is_final else state.values_of("master")
+            kept = values.clone() if former is None and values is not None else former
             if state.adopt("master", state.local, former) and kept is not None and not is_final:
                 self._former_masters[state.row] = kept
         self.fingerprints.remember(state.row)

@@ -576,11 +576,11 @@ class Transaction:
         `with_samples`: also writes that left no hint, as far as a step would find them; nothing may be accepted.
         """
         with self._timed("commit_seconds"):
-            is_asked_for = states is not None
-            if states is None:
+            if states is not None:
+                self._adopt(states, is_final=True)
+            else:
                 rows = self.table.fingerprints.seen_hints(self.table.all_rows)  # bound() has just looked
-                states = [state for row in rows if has_memory((state := self.table.states[row]).local)]
-            self._adopt(states, is_final=is_asked_for)
+                self._adopt([state for row in rows if has_memory((state := self.table.states[row]).local)])
             if with_samples:
                 self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 

@@ -248,9 +248,7 @@ def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, mon
     assert_nothing_is_attached(model, optimizer)
 
 
-@pytest.mark.parametrize(
-    "use", [lambda *_: None, lambda optimizer, _: optimizer.state_dict(), lambda _, it: it.close()]
-)
+@pytest.mark.parametrize("use", [lambda *_: None, lambda one, _: one.state_dict(), lambda _, it: it.close()])
 def test_what_atexit_calls_after_the_worker_ended_is_done_without_it(use):
     runs = []
     for ends in (False, True):

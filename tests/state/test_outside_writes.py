@@ -66,6 +66,8 @@ def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype,
     for ask in (
         optimizer.reload_masters,
         lambda: optimizer.state[p]["master"].mul_(2),
+        lambda: (optimizer.state[p]["master"].mul_(2), optimizer._adopt_sampled_writes()),  # as a save does
+        lambda: (optimizer.state[p]["master"].mul_(2), LOOKS["scheduler"](optimizer)),
         lambda: optimizer.state[p].update(master=p.float() * (1 + 2**-13)),
     ):
         train(optimizer, 4)
