@@ -24,6 +24,6 @@ void superadam_copy(void *const *targets, const void *const *sources, const int6
 {
     for (int64_t i = 0; i < count; i++) {
         copy c = {.target = targets[i], .source = sources[i], .bytes = bytes[i]};
-        threads_run(threads, 0, (c.bytes + BLOCK - 1) / BLOCK, 1, copy_blocks, &c);
+        threads_run(threads, 0, (c.bytes + BLOCK - 1) / BLOCK, copy_blocks, &c);
     }
 }

@@ -1,7 +1,7 @@
 /* The table of instruction sets, best first, and once, when the module is loaded, which of them this CPU can run: CPUID
  * takes microseconds in a virtual machine. SUPERADAM_SIMD comes from the build: the vector kernels are compiled. */
 
-#include "dispatch.h"
+#include "superadam.h"
 
 #include <stddef.h>
 

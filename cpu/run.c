@@ -3,14 +3,12 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "dispatch.h"
+#include "superadam.h"
 #include "float_control.h"
 #include "threads.h"
 
 /* A thread is woken only for at least this many chunks: 64 Ki elements, which take about 50 us. */
 enum { CHUNKS_PER_THREAD = 16 };
-/* The most chunks that a thread takes at a time: enough for the hardware prefetcher, few enough to balance the load. */
-enum { LARGEST_GRAIN = 64 };
 /* From this many elements on, `out` is written past the caches, which could not hold it anyway. */
 enum { STREAM_FROM = 1 << 22 };
 /* Values between the one that is scattered and the one whose place is prefetched. */
@@ -173,9 +171,7 @@ static void run_segments(run *r, int64_t *first_chunk, int threads)
 
     if (threads > chunks / CHUNKS_PER_THREAD)
         threads = (int)(chunks / CHUNKS_PER_THREAD);
-    int64_t grain = threads > 1 ? chunks / ((int64_t)threads * 8) : chunks;
-    grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
-    threads_run(threads, r->is_followed, chunks, grain, run_units, r);
+    threads_run(threads, r->is_followed, chunks, run_units, r);
 }
 
 /* As superadam_run. `is_followed`: as of threads_run. */

@@ -106,7 +106,7 @@ static int elements_differ(const superadam_segment *segment, const uint16_t *par
 {
     const int64_t chunks = (segment->length + SUPERADAM_CHUNK - 1) / SUPERADAM_CHUNK;
     comparison c = {.segment = segment, .parameter = parameter};
-    threads_run(chunks < 64 ? 1 : threads, 0, chunks, 16, compare_chunks, &c);
+    threads_run(chunks < 64 ? 1 : threads, 0, chunks, compare_chunks, &c);
     return c.differs;
 }
 

@@ -1,4 +1,4 @@
-/* cdef.h for C files, and the one function type that the instruction sets implement. */
+/* cdef.h for C files, the one function type that the instruction sets implement, and which of them runs. */
 #ifndef SUPERADAM_H
 #define SUPERADAM_H
 
@@ -14,5 +14,8 @@ typedef void superadam_kernel(int pass, const superadam_segment *segment, const 
 superadam_kernel superadam_kernel_scalar, superadam_kernel_float64;
 superadam_kernel superadam_kernel_avx2, superadam_kernel_avx512;
 superadam_kernel superadam_kernel_neon, superadam_kernel_sve, superadam_kernel_sve_bf16;
+
+/* The kernel of row `isa` (superadam_isa_*), or null when the row does not exist or cannot run here. */
+superadam_kernel *dispatch_kernel(int isa);
 
 #endif

@@ -2,9 +2,11 @@
  * the caller while it waits for the last units, and the others after a job that is followed by another one, because
  * waking takes about as long as a small job. After a fork the child has an empty pool and starts its own threads. */
 
+#define _GNU_SOURCE
 #include "threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -13,12 +15,14 @@
 #include "float_control.h"
 
 enum { THREADS_LIMIT = 1024, SPIN_US = 20 };
+/* The most units that a thread takes at a time: enough for the prefetcher, few enough to balance the load. */
+enum { LARGEST_GRAIN = 64 };
 
 typedef struct {
     void (*work)(void *context, int64_t first, int64_t last);
     void *context;
     int64_t count, grain;
-    int is_followed;
+    int is_followed, cpu; /* the caller's */
     _Atomic int64_t next;
 } job;
 
@@ -62,9 +66,26 @@ static void spin_until(const _Atomic int *count, int is_zero)
         ;
 }
 
+/* Leaves its processor to the caller: Linux takes a virtual machine's sleeping processors for busy ones, and wakes a
+ * thread on that of its waker, where both would take turns from then on. `others` is what this has set before, and
+ * `all` what the thread may use, which others may change at any time. */
+static void leave_processor(int cpu, cpu_set_t *all, cpu_set_t *others)
+{
+    cpu_set_t now;
+    if (sched_getaffinity(0, sizeof now, &now) != 0)
+        return;
+    if (!CPU_EQUAL(&now, others))
+        *all = now;
+    *others = *all;
+    CPU_CLR(cpu, others);
+    sched_setaffinity(0, sizeof *others, others); /* fails where there is no other */
+}
+
 static void *thread_main(void *unused)
 {
     (void)unused;
+    cpu_set_t all, others;
+    CPU_ZERO(&others);
     pthread_mutex_lock(&pool.lock);
     for (;;) {
         while (!pool.wanted)
@@ -74,6 +95,8 @@ static void *thread_main(void *unused)
         pool.inside++;
         const int is_followed = todo->is_followed;
         pthread_mutex_unlock(&pool.lock);
+        if (sched_getcpu() == todo->cpu)
+            leave_processor(todo->cpu, &all, &others);
         take_units(todo);
         pthread_mutex_lock(&pool.lock);
         if (--pool.inside == 0)
@@ -116,19 +139,20 @@ static void empty_after_fork(void)
 
 static void watch_forks(void) { pthread_atfork(NULL, NULL, empty_after_fork); }
 
-void threads_run(int threads, int is_followed, int64_t count, int64_t grain,
-                 void (*work)(void *context, int64_t first, int64_t last), void *context)
+void threads_run(int threads, int is_followed, int64_t count, void (*work)(void *context, int64_t first, int64_t last),
+                 void *context)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    job todo = {.work = work, .context = context, .count = count, .grain = grain, .is_followed = is_followed};
-    const int64_t shares = (count + grain - 1) / grain;
-    int helpers = (threads < THREADS_LIMIT ? threads : THREADS_LIMIT) - 1;
-    if (helpers > shares - 1)
-        helpers = shares > 0 ? (int)shares - 1 : 0;
+    job todo = {.work = work, .context = context, .count = count, .grain = count, .is_followed = is_followed};
+    threads = threads < THREADS_LIMIT ? threads : THREADS_LIMIT;
+    const int helpers = (int)(threads < count ? threads : count) - 1;
     if (helpers <= 0) {
         take_units(&todo);
         return;
     }
+    const int64_t grain = count / ((int64_t)threads * 8);
+    todo.grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
+    todo.cpu = sched_getcpu();
 
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&pool.one_job);

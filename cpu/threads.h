@@ -4,12 +4,12 @@
 
 #include <stdint.h>
 
-/* Calls work(context, first, last) until the units 0 .. count - 1 are all covered, `grain` of them at a time, on the
- * calling thread and at most threads - 1 others. Returns when all are done. Jobs of several callers run one after
- * another. When a thread cannot be started, the others do its share. `is_followed`: the caller begins another job
- * within microseconds, for which the threads stay awake. */
-void threads_run(int threads, int is_followed, int64_t count, int64_t grain,
-                 void (*work)(void *context, int64_t first, int64_t last), void *context);
+/* Calls work(context, first, last) until the units 0 .. count - 1 are all covered, on the calling thread and at most
+ * threads - 1 others. Returns when all are done. Jobs of several callers run one after another. When a thread cannot be
+ * started, the others do its share. `is_followed`: the caller begins another job within microseconds, for which the
+ * threads stay awake. */
+void threads_run(int threads, int is_followed, int64_t count, void (*work)(void *context, int64_t first, int64_t last),
+                 void *context);
 
 double seconds_now(void); /* of a clock that only goes forward */
 

@@ -13,7 +13,6 @@
 
 enum { LINE = 64 };           /* bytes of a cache line */
 enum { SHORTEST_BURST = 32 }; /* elements: one line of 2-byte elements; of bytes it is LINE */
-enum { LARGEST_GRAIN = 64 };  /* chunks that a thread takes at a time, as in run.c */
 enum { ARRAYS_LIMIT = 9 };    /* arrays that one pass touches */
 enum { MARK = 0x3F803F80 };   /* what is written to `out`: not zero, which some processors store faster; 1.0 in bf16 */
 
@@ -121,17 +120,8 @@ static void add_moment(traffic *t, const void *base, const uint8_t *exponents, i
 
 static int size_of(int dtype)
 {
-    switch (dtype) {
-    case SUPERADAM_BFLOAT16:
-    case SUPERADAM_FLOAT16:
-        return 2;
-    case SUPERADAM_FLOAT32:
-        return 4;
-    case SUPERADAM_FLOAT64:
-        return 8;
-    default:
-        return 0;
-    }
+    static const int bytes[] = {0, 4, 2, 2, 8};
+    return dtype >= SUPERADAM_FLOAT32 && dtype <= SUPERADAM_FLOAT64 ? bytes[dtype] : 0;
 }
 
 int superadam_traffic(int pass, const superadam_segment *s, int threads, int burst, int64_t prefetch, int stream,
@@ -171,10 +161,7 @@ int superadam_traffic(int pass, const superadam_segment *s, int threads, int bur
         if (s->length && (!t.arrays[k].base || (uintptr_t)t.arrays[k].base % LINE))
             return SUPERADAM_BAD_POINTER;
 
-    const int64_t chunks = s->length / SUPERADAM_CHUNK;
-    int64_t grain = chunks / ((int64_t)(threads > 1 ? threads : 1) * 8);
-    grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
-    threads_run(threads, 0, chunks, grain, move_chunks, &t);
+    threads_run(threads, 0, s->length / SUPERADAM_CHUNK, move_chunks, &t);
     *checksum = atomic_load(&t.checksum);
     return SUPERADAM_OK;
 }

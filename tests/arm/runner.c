@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "dispatch.h"
+#include "superadam.h"
 #include "float_control.h"
 
 enum { FIELDS = 12, LISTED = 6, PATTERN = 0xA5 }; /* arrays of a segment, which stand first in it, and of a list */

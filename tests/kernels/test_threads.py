@@ -140,6 +140,35 @@ def test_signals_stay_with_the_threads_of_the_program():
         assert all(blocked_signals(thread) >> (one - 1) & 1 for thread in pool)
 
 
+def processor_of(thread: int) -> int:
+    return int(Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[36])
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other processor")
+@in_child
+def test_threads_leave_the_callers_processor_and_the_bounds_of_others_alone():
+    """In virtual machines Linux wakes a thread where its waker runs, once the other processors have slept."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    job, there = make_job(1 << 22, which=Pass.NORM), threads_now()
+
+    def places(caller: int) -> list[int]:
+        os.sched_setaffinity(0, {caller})
+        found = []
+        for _ in range(TRIES):
+            time.sleep(0.005)
+            job.run("scalar", threads=2)
+            found += map(processor_of, threads_now() - there)
+        return found
+
+    assert set(places(first)) == {first}  # which the caller may use, and so the thread that it starts
+    (helper,) = threads_now() - there
+    os.sched_setaffinity(helper, {first, second})
+    assert places(first)[-1] == second
+    assert places(second)[-1] == first
+    os.sched_setaffinity(helper, {second})
+    assert set(places(second)) == {second}
+
+
 def test_concurrent_callers_get_right_results():
     jobs = [make_job(*lengths_for(3)) for _ in range(8)]
     expected = jobs[0].expected()

@@ -16,7 +16,7 @@ TAG = tag_of("x86_64")
 SOURCE = """
 #include <Python.h>
 #include <pthread.h>
-#include "dispatch.h"
+#include "superadam.h"
 #define EMPTY(isa) void superadam_kernel_##isa(int pass, const superadam_segment *segment, \\
     const superadam_coefficients *coefficients, int64_t first, int64_t last, int stream) { }
 EMPTY(avx512) EMPTY(avx2) EMPTY(scalar)
