@@ -105,30 +105,6 @@ def adversaries() -> nn.ModuleDict:
     return nn.ModuleDict({"generator": mlp(), "discriminator": mlp()})
 
 
-class Multiply(torch.autograd.Function):
-    """A linear layer that keeps its weight in the context, past the version checks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0] @ ctx.weight, gradients[0].t() @ ctx.saved_tensors[0]
-
-
-class MultiplyByData(Multiply):
-    """The same with the weight's `.data`, which shares no version counter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight.data
-        return x @ weight.t()
-
-
 # ---- one forward, one backward --------------------------------------------------------------------------------------
 
 
@@ -213,14 +189,6 @@ def no_grad_reuse_inside_a_checkpoint(run: Graph) -> None:
 def detached_weight_in_the_graph(run: Graph) -> None:
     first, last = run.model[0], run.model[4]
     loss(last(F.linear(first(run.inputs()), last.weight.detach()))).backward()
-
-
-@shape(mlp)
-def saved_by_custom_functions(run: Graph) -> None:
-    x = run.inputs()
-    for i, function in ((0, Multiply), (2, MultiplyByData), (4, Multiply), (0, MultiplyByData)):
-        x = function.apply(x, run.model[i].weight)
-    loss(x).backward()
 
 
 @shape(mlp)
