@@ -17,7 +17,6 @@ from support.overlap import batch, mlp
 from support.programs import Program, Run, Setting, differences, in_settings
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import functional_call
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -106,43 +105,6 @@ def adversaries() -> nn.ModuleDict:
     return nn.ModuleDict({"generator": mlp(), "discriminator": mlp()})
 
 
-class Multiply(torch.autograd.Function):
-    """A linear layer that keeps its weight in the context, past the version checks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0] @ ctx.weight, gradients[0].t() @ ctx.saved_tensors[0]
-
-
-class MultiplyByData(Multiply):
-    """The same with the weight's `.data`, which shares no version counter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight.data
-        return x @ weight.t()
-
-
-class ScaleByWeight(torch.autograd.Function):
-    """The identity, whose backward scales by the present norm of any parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.weight.detach().norm(), None
-
-
 # ---- one forward, one backward --------------------------------------------------------------------------------------
 
 
@@ -186,13 +148,6 @@ def parameters_outside_any_forward(run: Graph) -> None:
     loss(x).backward()
 
 
-@shape(mlp)
-def functional_with_detached_weights_of_one_layer(run: Graph) -> None:
-    weights = {name: p.detach() if name.startswith("2") else p for name, p in run.model.named_parameters()}
-    y = functional_call(run.model, weights, (run.inputs(),))
-    (loss(run.model[2](y)) + loss(y)).backward()
-
-
 @shape(lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), spectral_norm(nn.Linear(8, 8))))
 def weight_norm_and_spectral_norm(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
@@ -227,27 +182,6 @@ def no_grad_reuse_inside_a_checkpoint(run: Graph) -> None:
     loss(run.model[4:](x)).backward()
 
 
-@shape(mlp)
-def bare_reuse_inside_a_checkpointed_block(run: Graph) -> None:
-    """The block reads its layer's weight without calling the layer."""
-    first, layer = run.model[0], run.model[2]
-
-    def block(x: Tensor) -> Tensor:
-        return x * layer.weight.detach().norm()
-
-    loss(layer(checkpoint(block, first(run.inputs()), use_reentrant=False))).backward()
-
-
-@shape(bare)
-def bare_value_read_again_by_a_checkpoint(run: Graph) -> None:
-    weight, other, _ = run.model
-
-    def scaled(x: Tensor) -> Tensor:
-        return x * weight.detach().norm() * other.sum()
-
-    loss(F.linear(checkpoint(scaled, run.inputs(), use_reentrant=False), weight)).backward()
-
-
 # ---- values read past autograd --------------------------------------------------------------------------------------
 
 
@@ -258,43 +192,11 @@ def detached_weight_in_the_graph(run: Graph) -> None:
 
 
 @shape(mlp)
-def saved_by_custom_functions(run: Graph) -> None:
-    x = run.inputs()
-    for i, function in ((0, Multiply), (2, MultiplyByData), (4, Multiply), (0, MultiplyByData)):
-        x = function.apply(x, run.model[i].weight)
-    loss(x).backward()
-
-
-@shape(mlp)
-def read_by_the_backward_of_a_custom_function(run: Graph) -> None:
-    last = run.model[4].weight
-    x = ScaleByWeight.apply(run.model[:2](run.inputs()), last)
-    loss(run.model[4](ScaleByWeight.apply(run.model[2](x), last))).backward()
-
-
-@shape(mlp)
 def saved_by_hooks_that_do_nothing_and_on_cpu(run: Graph) -> None:
     with saved_tensors_hooks(Tensor.detach, Tensor.detach):  # of which nobody checks the version any more
         y = run.model(run.inputs())
     with save_on_cpu():
         y = run.model(y)
-    loss(y).backward()
-
-
-@shape(mlp)
-def saved_as_an_index(run: Graph) -> None:
-    """Weights are found again by name when backward needs them, as offloading engines do."""
-    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-
-    def pack(x: Tensor) -> Tensor | str:
-        whole = x._base if x._base is not None else x
-        return names[id(whole)] if id(whole) in names and x.dim() == 2 else x
-
-    def unpack(x: Tensor | str) -> Tensor:
-        return run.model.get_parameter(x).detach().t() if isinstance(x, str) else x
-
-    with saved_tensors_hooks(pack, unpack):
-        y = run.model(run.inputs())
     loss(y).backward()
 
 
@@ -333,22 +235,6 @@ def later_hooks_that_scale_gradients_and_read_weights_into_them(run: Graph) -> N
         run.model[0].weight.register_post_accumulate_grad_hook(add)
         run.model[4].weight.register_post_accumulate_grad_hook(add)
     loss(run.model(run.inputs())).backward()
-
-
-@shape(mlp)
-def multi_grad_hook_that_reads_weights(run: Graph) -> None:
-    """When the gradients of two layers are there, the third gets what their weights say."""
-    x = run.model[:2](run.inputs())
-    first, *others = run.model.parameters()
-
-    def note(gradients: Any) -> None:
-        run.kept["scale"] = sum(one.detach().float().norm() for one in others)
-
-    handle = torch.autograd.graph.register_multi_grad_hook(others, note)
-    x.register_hook(lambda gradient: gradient * run.kept.get("scale", 1.0))
-    loss(run.model[2:](x)).backward()
-    handle.remove()
-    assert first.grad is not None
 
 
 # ---- graphs of gradients --------------------------------------------------------------------------------------------
@@ -402,19 +288,6 @@ def backward_twice(run: Graph) -> None:
     with run.hint():
         one.backward(retain_graph=True)
     one.backward()
-
-
-@shape(mlp)
-def several_losses_over_a_detached_trunk(run: Graph) -> None:
-    """Memory-saving multi-task training: heads first, the trunk once, with the sum of their gradients."""
-    trunk = run.model[:2](run.inputs())
-    leaf = trunk.detach().requires_grad_()
-    if run.seed % 2:
-        torch.autograd.backward([loss(run.model[2:4](leaf)), loss(run.model[4:](leaf))])
-    else:
-        loss(run.model[2:4](leaf)).backward()
-        loss(run.model[4:](leaf)).backward()
-    trunk.backward(leaf.grad)
 
 
 @shape(mlp)

@@ -6,7 +6,6 @@ Each program is a whole run with loops, models and wrappers of its own; those of
 import contextlib
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +13,8 @@ import pytest
 import torch
 from support import programs
 from support.optimizers import through_disk
-from support.programs import Program, Setting, differences, frozen, in_settings, state_of
-from support.visible import parameters_of
+from support.programs import Program, Setting, differences, frozen, in_settings
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread
@@ -74,31 +69,6 @@ def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], N
         return train
 
     return add
-
-
-# ---- adversarial networks -------------------------------------------------------------------------------------------
-
-
-@program()
-def gan_whose_critic_is_frozen_for_the_generator(run: Run) -> None:
-    """The critic's step is made of two backwards; its parameters ask for no gradients while the generator learns."""
-    generator, critic = run.mlp(16, 64, 16), run.mlp(16, 64, 1)
-    of_generator, of_critic = run.adamw(generator.parameters()), run.adamw(critic.parameters())
-    real, fake = torch.ones(8, 1), torch.zeros(8, 1)
-    with run.overlap(of_generator, generator), run.overlap(of_critic, critic):
-        for step in range(4):
-            made = generator(run.data(step))
-            critic.requires_grad_(True)
-            critic.zero_grad()
-            binary_cross_entropy_with_logits(critic(run.data(500 + step)).float(), real).backward()
-            binary_cross_entropy_with_logits(critic(made.detach()).float(), fake).backward()
-            of_critic.step()
-            critic.requires_grad_(False)
-            generator.zero_grad()
-            loss = binary_cross_entropy_with_logits(critic(made).float(), real)
-            loss.backward()
-            of_generator.step()
-            run.see(loss)
 
 
 # ---- parameters that grow and shrink --------------------------------------------------------------------------------
@@ -213,51 +183,6 @@ def graphs_that_survive_a_step(run: Run) -> None:
             run.see(loss)
 
 
-# ---- reinforcement learning -----------------------------------------------------------------------------------------
-
-
-@program()
-def proximal_policy_optimization(run: Run) -> None:
-    """Several epochs over what an older policy has done; an epoch ends between backward and step if it went too far."""
-    policy, value = run.mlp(16, 64, 64), run.mlp(16, 64, 1)
-    target = copy.deepcopy(value).requires_grad_(False)
-    optimizer = run.adamw([*policy.parameters(), *value.parameters()])
-    stops = 0
-    with run.overlap(optimizer, nn.ModuleList([policy, value])):
-        for rollout in range(3):
-            old_policy = copy.deepcopy(policy)  # with the gradients of an epoch that ended early
-            with torch.no_grad():
-                states = run.data(rollout, 16, 16)
-                chances = old_policy(states).float().log_softmax(-1)
-                actions = (chances + run.data(50 + rollout, 16, 64).float()).argmax(-1, keepdim=True)
-                old = chances.gather(-1, actions).squeeze(-1)
-                rewards = actions.squeeze(-1).float() / 32 - 1
-                advantages = rewards - target(states).float().squeeze(-1)
-            for epoch in range(3):
-                order = torch.randperm(16, generator=torch.Generator().manual_seed(10 * rollout + epoch))
-                for batch in order.split(8):
-                    new = policy(states[batch]).float().log_softmax(-1).gather(-1, actions[batch]).squeeze(-1)
-                    ratio = (new - old[batch]).exp()
-                    gain = torch.minimum(ratio * advantages[batch], ratio.clamp(0.8, 1.2) * advantages[batch]).mean()
-                    error = (value(states[batch]).float().squeeze(-1) - rewards[batch]).square().mean()
-                    optimizer.zero_grad()
-                    (0.5 * error - gain).backward()
-                    norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.5 if rollout else 1e3)
-                    run.see(gain, error, norm)
-                    if (old[batch] - new).mean() > 0.1:
-                        stops += 1
-                        break
-                    optimizer.step()
-                else:
-                    with torch.no_grad():
-                        for slow, fast in zip(target.parameters(), value.parameters(), strict=True):
-                            slow.mul_(0.9).add_(fast, alpha=0.1)
-                    continue
-                break
-            run.see([p.detach() for p in (*target.parameters(), *old_policy.parameters())])
-    assert stops, "no epoch has ended early"
-
-
 # ---- averaged weights -----------------------------------------------------------------------------------------------
 
 
@@ -283,22 +208,6 @@ def averages_saved_between_schedulers(run: Run) -> None:
 # ---- gradients between backward and step ----------------------------------------------------------------------------
 
 
-@program(speculates=False)
-def accumulation_weighted_by_tokens(run: Run) -> None:
-    """Sums of losses are divided by the number of tokens of all micro-batches, which is known after the last one."""
-    model = run.mlp(16, 64, 64)
-    for step in run.steps(model, 5):
-        tokens = 0
-        lengths = [(3, 8, 5), (8,), (2, 6)][step % 3]
-        for micro, length in enumerate(lengths):
-            logits = model(run.data(10 * step + micro, length, 16)).float()
-            cross_entropy(logits, torch.arange(length) * 7 % 64, reduction="sum").backward()
-            tokens += length
-        for parameter in model.parameters():
-            parameter.grad.div_(tokens)
-        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
-
-
 @program()
 def gradients_centralized_by_hooks(run: Run) -> None:
     """Of the second layer by a hook that was registered before the scheduler's, of others by later ones."""
@@ -313,25 +222,6 @@ def gradients_centralized_by_hooks(run: Run) -> None:
             layer.weight.register_post_accumulate_grad_hook(subtract)
         run.loss(model, step).backward()
         run.see([parameter.grad.float().mean(-1) for parameter in model.parameters()])
-
-
-# ---- gradients made by the program ----------------------------------------------------------------------------------
-
-
-@program(speculates=False)
-def gradients_of_torch_func(run: Run) -> None:
-    """No backward at all: gradients come from `grad` and `vmap`, and are put where the optimizer looks for them."""
-    model = run.mlp(16, 64, 16)
-
-    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return (functional_call(model, values, (x.unsqueeze(0),)).squeeze(0).float() - y.float()).square().mean()
-
-    for step in run.steps(model):
-        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        each = vmap(grad(loss), in_dims=(None, 0, 0))(values, run.data(step), run.data(step + 1000))
-        for name, parameter in model.named_parameters():
-            parameter.grad = each[name].mean(0)
-        run.see({name: value.float().flatten(1).norm(dim=1) for name, value in each.items()})
 
 
 # ---- learning to learn ----------------------------------------------------------------------------------------------
@@ -388,104 +278,6 @@ def reptile(run: Run) -> None:
                 parameter.grad = parameter.detach() - moved.detach()
             optimizer.step()
             optimizer.zero_grad()
-
-
-# ---- language models ------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A decoder's block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        return x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Decoder(nn.Module):
-    """A language model whose blocks are computed again in backward; the head is tied to the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(7)
-        self.embedding, self.blocks = nn.Embedding(64, 64), nn.ModuleList([Block()])
-        self.norm = nn.LayerNorm(64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return linear(self.norm(x), self.embedding.weight)
-
-
-class Pretraining:
-    """A loop in the manner of nanoGPT and LitGPT, which can be saved and resumed after any step."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.step = run, 0
-        self.model = Decoder().to(run.dtype)
-        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (0.0, 0.1)]
-        for parameter in self.model.parameters():
-            groups[parameter.dim() > 1]["params"].append(parameter)
-        self.optimizer = run.adamw(groups, lr=0.0, betas=(0.9, 0.95))
-        self.generator = torch.Generator().manual_seed(5)
-
-    def loss(self) -> Tensor:
-        tokens = torch.randint(64, (2, 9), generator=self.generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = self.model(tokens[:, :-1])
-        return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-    def train(self, until: int) -> None:
-        while self.step < until:
-            rate = 0.01 * min((self.step + 1) / 2, 0.55 + 0.45 * math.cos(math.pi * self.step / 8))
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            for _ in range(2):
-                (self.loss() / 2).backward()
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 15.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.step += 1
-            self.run.see(norm)
-            if self.step % 2 == 0:
-                self.evaluate()
-
-    @torch.no_grad()
-    def evaluate(self) -> None:
-        kept = self.generator.get_state()
-        self.model.eval()
-        self.run.see([self.loss() for _ in range(2)])
-        self.model.train()
-        self.generator.set_state(kept)
-
-    def state_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer")}
-        return {**parts, "step": self.step, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for name in ("model", "optimizer"):
-            getattr(self, name).load_state_dict(saved[name])
-        self.step = saved["step"]
-        self.generator.set_state(saved["generator"])
-
-
-@program()
-def pretraining_saved_and_resumed(run: Run) -> None:
-    first = Pretraining(run)
-    with run.overlap(first.optimizer, first.model):
-        first.train(2)
-        saved = through_disk(first.state_dict())
-        first.train(4)
-    second = Pretraining(run)
-    with run.overlap(second.optimizer, second.model):
-        second.load_state_dict(saved)
-        second.train(4)
-    assert frozen(second.model.state_dict()) == frozen(first.model.state_dict())
-    assert frozen(state_of(second.optimizer)) == frozen(state_of(first.optimizer))
 
 
 # ---- the test -------------------------------------------------------------------------------------------------------
