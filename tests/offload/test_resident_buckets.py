@@ -57,6 +57,17 @@ def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: De
     assert not has_memory_in_use(device)
 
 
+def test_a_write_that_leaves_no_hint_counts_after_a_step_that_begins_amsgrad(device: Device) -> None:
+    options = {"bucket_numel": 70, "gpu_buckets": ALL, "device": device}
+    with overlapped(torch.bfloat16, steps=2, **options) as (model, optimizer, _):
+        optimizer.param_groups[0] |= {"amsgrad": True, "lr": 0.01}
+        train(model, optimizer, range(2, 3))
+        weight = next(model.parameters())
+        weight.data.fill_(8.0)
+        train(model, optimizer, range(3, 4))
+        assert (optimizer.state[weight]["master"] - 8.0).abs().max() < 0.5
+
+
 def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None:
     options = {"bucket_numel": 70, "gpu_buckets": ALL, "device": device}
     with overlapped(torch.bfloat16, **options) as (model, optimizer, scheduler):
