@@ -164,7 +164,6 @@ class ParameterTable:
     def create_state(self, state: ParameterState, *, with_max: bool) -> None:
         """Create what a step of a parameter reads and writes, where it lacks any of it."""
         if not state.has_state or (with_max and state.max_exp_avg_sq is None):
-            self.bring_home(state.pieces)
             state.create_state(with_max=with_max)
             self.is_published[state.row] = False
 
