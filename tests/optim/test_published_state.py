@@ -50,7 +50,7 @@ def test_state_that_parameters_share_is_refused_until_each_has_its_own(shared: A
     optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"].clone()  # which is looked at, too
     train(optimizer, 1)
     optimizer.state[second] = shared(optimizer.state[first])
-    for use in (optimizer.speculate, optimizer.step):
+    for use in (optimizer.speculate, optimizer.step, copy.deepcopy(optimizer).step):
         with refused(optimizer, ValueError, r"parameter . of group 0 share memory, expected state of its own for each"):
             use()
     optimizer.state[second] = copy.deepcopy(optimizer.state[first])
@@ -446,6 +446,7 @@ def test_groups_that_could_not_be_bound_and_are_as_before_go_on(dtype: torch.dty
     entry = optimizer.state[parameters_of(optimizer)[1]]
     for one in (optimizer, twin):
         one.add_param_group({"params": [parameter(7, dtype=dtype)]})
+    train_alike(optimizer, twin, 4)
     right, entry["exp_avg"] = entry["exp_avg"], "nothing"
     optimizer.param_groups.reverse()
     with pytest.raises(ValueError, match=r"exp_avg of .* is a str"):
