@@ -255,13 +255,13 @@ def test_an_adopted_write_is_shown_by_what_stands_for_the_master() -> None:
     for put in (None, torch.Tensor.double, nn.Parameter):
         optimizer = trained(make(torch.bfloat16))
         one = parameters_of(optimizer)[0]
+        held = optimizer.state[one]["master"]
         if put is not None:
-            held = put(optimizer.state[one]["master"])
-            optimizer.state[one]["master"] = held
+            held = optimizer.state[one]["master"] = put(held)
         with torch.no_grad():
             one.mul_(0.5)
-        optimizer.state_dict()
-        assert torch.equal(optimizer.state[one]["master"].bfloat16(), one)
+        optimizer.commit()
+        assert torch.equal(held.bfloat16(), one)
         train(optimizer, 3)
         shown.append([one.detach().clone(), optimizer.state[one]["master"].float()])
     assert all(all(map(torch.equal, shown[0], others)) for others in shown[1:])
