@@ -352,7 +352,6 @@ class SpeculativeCPUAdam(Optimizer):
                 gradients[state] = taken
         able = transaction.able_to_speculate(pieces_of(gradients), hyper)
         slots = table.new_values.shadows(able)
-        table.bring_home(pieces_of(gradients))
         transaction.speculate(
             {
                 piece: Pending.of(taken, hyper[state.row], piece.elements_of(taken.pending), slot=slots.get(piece))

@@ -279,8 +279,7 @@ class Binding(GradientHolder):
             if self.overlap is not None:
                 raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
             with deferred_signals():
-                self.bound_now(groups)
-                self._refresh_entries()
+                self._unbind()
                 self._forget_binding()
                 self.overlap = overlap
                 try:

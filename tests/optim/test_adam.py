@@ -23,7 +23,7 @@ from support.visible import (
     visible,
 )
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 
 
 def make(dtype: torch.dtype = torch.float32, **options: object) -> SpeculativeCPUAdam:
@@ -203,6 +203,8 @@ FATES: dict[str, tuple[Callable[[SpeculativeCPUAdam], object], tuple[int, int, i
     "zero_grad": (SpeculativeCPUAdam.zero_grad, (0, 0, 2)),
     "rollback": (SpeculativeCPUAdam.rollback, (0, 0, 2)),
     "added group": (lambda optimizer: optimizer.add_param_group({"params": [parameter(3)]}), (0, 0, 2)),
+    "added group, another gradient": (lambda one: (FATES["added group"][0](one), speculate(one, 3)), (2, 0, 2)),
+    "scheduler": (lambda one: OffloadScheduler(one, torch.nn.ParameterList(parameters_of(one))).close(), (0, 0, 2)),
     "loaded": (lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()), (0, 0, 2)),
 }
 

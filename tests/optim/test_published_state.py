@@ -50,7 +50,7 @@ def test_state_that_parameters_share_is_refused_until_each_has_its_own(shared: A
     optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"].clone()  # which is looked at, too
     train(optimizer, 1)
     optimizer.state[second] = shared(optimizer.state[first])
-    for use in (optimizer.speculate, optimizer.step):
+    for use in (optimizer.speculate, optimizer.step, copy.deepcopy(optimizer).step):
         with refused(optimizer, ValueError, r"parameter . of group 0 share memory, expected state of its own for each"):
             use()
     optimizer.state[second] = copy.deepcopy(optimizer.state[first])
@@ -255,13 +255,13 @@ def test_an_adopted_write_is_shown_by_what_stands_for_the_master() -> None:
     for put in (None, torch.Tensor.double, nn.Parameter):
         optimizer = trained(make(torch.bfloat16))
         one = parameters_of(optimizer)[0]
+        held = optimizer.state[one]["master"]
         if put is not None:
-            held = put(optimizer.state[one]["master"])
-            optimizer.state[one]["master"] = held
+            held = optimizer.state[one]["master"] = put(held)
         with torch.no_grad():
             one.mul_(0.5)
-        optimizer.state_dict()
-        assert torch.equal(optimizer.state[one]["master"].bfloat16(), one)
+        optimizer.commit()
+        assert torch.equal(held.bfloat16(), one)
         train(optimizer, 3)
         shown.append([one.detach().clone(), optimizer.state[one]["master"].float()])
     assert all(all(map(torch.equal, shown[0], others)) for others in shown[1:])
@@ -446,6 +446,7 @@ def test_groups_that_could_not_be_bound_and_are_as_before_go_on(dtype: torch.dty
     entry = optimizer.state[parameters_of(optimizer)[1]]
     for one in (optimizer, twin):
         one.add_param_group({"params": [parameter(7, dtype=dtype)]})
+    train_alike(optimizer, twin, 4)
     right, entry["exp_avg"] = entry["exp_avg"], "nothing"
     optimizer.param_groups.reverse()
     with pytest.raises(ValueError, match=r"exp_avg of .* is a str"):
