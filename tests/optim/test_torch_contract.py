@@ -102,6 +102,22 @@ def test_step_hooks(ours: type, theirs: type) -> None:
     assert len(heard(ours)) == 11
 
 
+@EACH_PAIR
+def test_hook_that_the_step_of_a_subclass_registers(ours: type, theirs: type) -> None:
+    def heard(cls: Any) -> list[bool]:
+        class Late(cls):  # type: ignore[misc]
+            def step(self) -> None:
+                if not calls:
+                    self.register_step_post_hook(lambda opt, *_: calls.append(opt is optimizer))
+                super().step()
+
+        optimizer, calls = make(cls=cls) and make(cls=Late), []
+        optimizer.step()
+        return calls
+
+    assert heard(ours) == heard(theirs) == [True, True]  # one of them by the class above, which has a wrapper as well
+
+
 def test_step_pre_hook_that_changes_the_arguments() -> None:
     optimizer = make()
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, lambda: 5.0), {}))
