@@ -72,6 +72,12 @@ def test_options_that_cannot_be_are_refused(key: str) -> None:
         optimizer.add_param_group({"params": [parameter(3)], key: True})
 
 
+def test_integers_that_are_not_trained() -> None:
+    optimizer, weights = make(), torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with refused(optimizer, TypeError, r"parameter 0 of group 1 is torch.int8, .*; leave out what is not trained"):
+        optimizer.add_param_group({"params": [weights]})
+
+
 @EACH_PAIR
 def test_step_hooks(ours: type, theirs: type) -> None:
     def heard(cls: type) -> list[Any]:
