@@ -56,10 +56,10 @@ def _lighten_step(optimizer_class: Any) -> None:
     """Let `step()` of a class go through torch's wrapper only where a hook or a profiler would notice.
 
     The wrapper, which each class gets with its first instance, takes a fifth of a step of few elements. A closure is a
-    program that may register hooks.
+    program that may register hooks, and so is the `step()` of a subclass.
     """
     wrapped = optimizer_class.step
-    if getattr(wrapped, "__code__", None) is not torch_private.step_wrapper:
+    if getattr(wrapped, "__code__", None) is not torch_private.step_wrapper or wrapped.__module__ != __name__:
         return
     plain, hooks_of_all = wrapped.__wrapped__, torch_private.hooks_of_all_steps
 

@@ -152,9 +152,10 @@ def check_parameter(parameter: Tensor, name: str) -> None:
     shards.check_placement(parameter, name)
     if parameter.dtype not in DTYPES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(
-            f"{name} is {parameter.dtype}, expected one of {expected}; convert it with .to() before optimizing"
-        )
+        advice = "convert it with .to() before optimizing"
+        if not parameter.requires_grad:  # as quantized weights
+            advice = "leave out what is not trained, as [p for p in model.parameters() if p.requires_grad] does"
+        raise TypeError(f"{name} is {parameter.dtype}, expected one of {expected}; {advice}")
     if parameter.is_inference():
         raise TypeError(
             f"{name} was made in inference mode, expected a tensor that autograd tracks; clone() it outside that mode"

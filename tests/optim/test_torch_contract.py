@@ -72,6 +72,12 @@ def test_options_that_cannot_be_are_refused(key: str) -> None:
         optimizer.add_param_group({"params": [parameter(3)], key: True})
 
 
+def test_integers_that_are_not_trained() -> None:
+    optimizer, weights = make(), torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with refused(optimizer, TypeError, r"parameter 0 of group 1 is torch.int8, .*; leave out what is not trained"):
+        optimizer.add_param_group({"params": [weights]})
+
+
 @EACH_PAIR
 def test_step_hooks(ours: type, theirs: type) -> None:
     def heard(cls: type) -> list[Any]:
@@ -100,6 +106,22 @@ def test_step_hooks(ours: type, theirs: type) -> None:
 
     assert heard(ours) == heard(theirs)
     assert len(heard(ours)) == 11
+
+
+@EACH_PAIR
+def test_hook_that_the_step_of_a_subclass_registers(ours: type, theirs: type) -> None:
+    def heard(cls: Any) -> list[bool]:
+        class Late(cls):  # type: ignore[misc]
+            def step(self) -> None:
+                if not calls:
+                    self.register_step_post_hook(lambda opt, *_: calls.append(opt is optimizer))
+                super().step()
+
+        optimizer, calls = make(cls=cls) and make(cls=Late), []
+        optimizer.step()
+        return calls
+
+    assert heard(ours) == heard(theirs) == [True, True]  # one of them by the class above, which has a wrapper as well
 
 
 def test_step_pre_hook_that_changes_the_arguments() -> None:
