@@ -150,12 +150,11 @@ def check_parameter(parameter: Tensor, name: str) -> None:
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} has layout {parameter.layout}, expected torch.strided; convert it with to_dense()")
     shards.check_placement(parameter, name)
-    if parameter.dtype not in DTYPES:
+    if parameter.dtype not in DTYPES and parameter.requires_grad:  # others, as quantized weights, get no gradient
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        advice = "convert it with .to() before optimizing"
-        if not parameter.requires_grad:  # as quantized weights
-            advice = "leave out what is not trained, as [p for p in model.parameters() if p.requires_grad] does"
-        raise TypeError(f"{name} is {parameter.dtype}, expected one of {expected}; {advice}")
+        raise TypeError(
+            f"{name} is {parameter.dtype}, expected one of {expected}; convert it with .to() before optimizing"
+        )
     if parameter.is_inference():
         raise TypeError(
             f"{name} was made in inference mode, expected a tensor that autograd tracks; clone() it outside that mode"
@@ -468,9 +467,7 @@ class ParameterState(Piece):
                 f"the gradient of {self.name} is sparse, expected a dense one; "
                 "use torch.optim.SparseAdam for this parameter"
             )
-        if gradient.dtype is not self.parameter_dtype and (
-            gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != self.is_double
-        ):
+        if gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != self.is_double:
             expected = "float64" if self.is_double else "float32, bfloat16 or float16"
             raise TypeError(
                 f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"

@@ -99,7 +99,10 @@ class ParameterTable:
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.new_values = new_values
         self.resident = resident
-        is_plain = [not (s.is_staged or s.is_distributed) and s.local.is_contiguous() for s in self.states]
+        is_plain = [
+            not (s.is_staged or s.is_distributed) and s.parameter_dtype in DTYPES and s.local.is_contiguous()
+            for s in self.states
+        ]
         self.plain_layouts = np.where(is_plain, self.fingerprints.layouts, 0)
         self._first_chunks = np.cumsum([0, *(native.chunk_count(state.shape.numel()) for state in self.states)])
         self.norm = GradientNorm.zeros(int(self._first_chunks[-1]))
@@ -115,7 +118,7 @@ class ParameterTable:
         self._rows["length"] = [piece.shape.numel() for piece in self.pieces]
         self._rows["sums"] = self.norm.sums.ctypes.data + 8 * self._begin_chunks
         self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * self._begin_chunks
-        self._rows["gradient_dtype"] = [DTYPES[piece.parameter_dtype] for piece in self.pieces]  # the usual one
+        self._rows["gradient_dtype"] = [DTYPES.get(piece.parameter_dtype, Dtype.NONE) for piece in self.pieces]
         is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
         self._rows["format"] = [piece.state.format for piece in self.pieces]

@@ -71,6 +71,17 @@ def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], N
     return add
 
 
+@program()
+def adapters_beside_quantized_weights(run: Run) -> None:
+    """As with QLoRA, where the optimizer is given all parameters."""
+    model = run.mlp(16, 64, 16)
+    model.quantized = nn.Parameter((10 * run.data(5, 16, 16)).to(torch.int8), requires_grad=False)
+    for step in run.steps(model):
+        inputs = run.data(step)
+        (model(inputs) + inputs @ model.quantized.to(run.dtype)).float().square().mean().backward()
+        model.quantized.data.neg_()
+
+
 # ---- parameters that grow and shrink --------------------------------------------------------------------------------
 
 

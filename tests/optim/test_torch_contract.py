@@ -72,10 +72,23 @@ def test_options_that_cannot_be_are_refused(key: str) -> None:
         optimizer.add_param_group({"params": [parameter(3)], key: True})
 
 
-def test_integers_that_are_not_trained() -> None:
-    optimizer, weights = make(), torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
-    with refused(optimizer, TypeError, r"parameter 0 of group 1 is torch.int8, .*; leave out what is not trained"):
-        optimizer.add_param_group({"params": [weights]})
+@EACH_PAIR
+def test_integers_that_are_not_trained(ours: type, theirs: type) -> None:
+    def ends(cls: Any) -> tuple[list[Any], list[Any]]:
+        optimizer = make(cls=cls, fused=True)
+        quantized = torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+        optimizer.add_param_group({"params": [quantized, parameter(3)]})
+        for seed in range(3):
+            quantized.data += 1
+            train(optimizer, seed)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if cls is ours:
+            quantized.grad = torch.ones_like(quantized)
+            with refused(optimizer, TypeError, "gradient of parameter 0 of group 1 is torch.int8, expected float32"):
+                optimizer.step()
+        return [one.tolist() for one in parameters_of(optimizer)], sorted(optimizer.state_dict()["state"])
+
+    assert ends(ours) == ends(theirs)
 
 
 @EACH_PAIR
