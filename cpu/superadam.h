@@ -15,7 +15,6 @@ superadam_kernel superadam_kernel_scalar, superadam_kernel_float64;
 superadam_kernel superadam_kernel_avx2, superadam_kernel_avx512;
 superadam_kernel superadam_kernel_neon, superadam_kernel_sve, superadam_kernel_sve_bf16;
 
-/* The kernel of row `isa` (superadam_isa_*), or null when the row does not exist or cannot run here. */
-superadam_kernel *dispatch_kernel(int isa);
+superadam_kernel *dispatch_kernel(int isa); /* of row `isa`; null when that does not exist or cannot run here */
 
 #endif

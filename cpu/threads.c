@@ -15,14 +15,14 @@
 #include "float_control.h"
 
 enum { THREADS_LIMIT = 1024, SPIN_US = 20 };
-/* The most units that a thread takes at a time: enough for the prefetcher, few enough to balance the load. */
-enum { LARGEST_GRAIN = 64 };
+enum { LARGEST_GRAIN = 64 }; /* units at a time: enough for the prefetcher, few enough to balance the load */
 
 typedef struct {
     void (*work)(void *context, int64_t first, int64_t last);
     void *context;
     int64_t count, grain;
-    int is_followed, cpu; /* the caller's */
+    int is_followed, cpu; /* of the caller */
+    pthread_t caller;
     _Atomic int64_t next;
 } job;
 
@@ -67,25 +67,25 @@ static void spin_until(const _Atomic int *count, int is_zero)
 }
 
 /* Leaves its processor to the caller: Linux takes a virtual machine's sleeping processors for busy ones, and wakes a
- * thread on that of its waker, where both would take turns from then on. `others` is what this has set before, and
- * `all` what the thread may use, which others may change at any time. */
-static void leave_processor(int cpu, cpu_set_t *all, cpu_set_t *others)
+ * thread on that of its waker, where both would take turns. `others` is what this has set before, and `all` what the
+ * thread may use, which others may change at any time; so is what the caller may use. */
+static void leave_processor(const job *todo, cpu_set_t *all, cpu_set_t *others)
 {
-    cpu_set_t now;
-    if (sched_getaffinity(0, sizeof now, &now) != 0)
+    cpu_set_t now, wanted;
+    if (sched_getaffinity(0, sizeof now, &now) || pthread_getaffinity_np(todo->caller, sizeof wanted, &wanted))
         return;
     if (!CPU_EQUAL(&now, others))
         *all = now;
-    *others = *all;
-    CPU_CLR(cpu, others);
-    sched_setaffinity(0, sizeof *others, others); /* fails where there is no other */
+    CPU_AND(&wanted, all, &wanted);
+    CPU_CLR(todo->cpu, &wanted);
+    if (sched_setaffinity(0, sizeof wanted, &wanted) == 0) /* fails where there is no other */
+        *others = wanted;
 }
 
 static void *thread_main(void *unused)
 {
     (void)unused;
-    cpu_set_t all, others;
-    CPU_ZERO(&others);
+    cpu_set_t all, others = {{0}};
     pthread_mutex_lock(&pool.lock);
     for (;;) {
         while (!pool.wanted)
@@ -96,7 +96,7 @@ static void *thread_main(void *unused)
         const int is_followed = todo->is_followed;
         pthread_mutex_unlock(&pool.lock);
         if (sched_getcpu() == todo->cpu)
-            leave_processor(todo->cpu, &all, &others);
+            leave_processor(todo, &all, &others);
         take_units(todo);
         pthread_mutex_lock(&pool.lock);
         if (--pool.inside == 0)
@@ -153,6 +153,7 @@ void threads_run(int threads, int is_followed, int64_t count, void (*work)(void 
     const int64_t grain = count / ((int64_t)threads * 8);
     todo.grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
     todo.cpu = sched_getcpu();
+    todo.caller = pthread_self();
 
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&pool.one_job);

@@ -59,7 +59,7 @@ def _lighten_step(optimizer_class: Any) -> None:
     program that may register hooks, and so is the `step()` of a subclass.
     """
     wrapped = optimizer_class.step
-    if getattr(wrapped, "__code__", None) is not torch_private.step_wrapper or wrapped.__module__ != __name__:
+    if getattr(wrapped, "__code__", None) is not torch_private.step_wrapper or wrapped.__wrapped__ is not _own_step:
         return
     plain, hooks_of_all = wrapped.__wrapped__, torch_private.hooks_of_all_steps
 
@@ -98,7 +98,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     Args:
         params: tensors, (name, tensor) pairs or group dicts, as for `torch.optim.Adam`; float32, bfloat16, float16 or
-            float64.
+            float64, or of any dtype where it is not trained.
         lr: learning rate, at least 0; a float or a one-element tensor.
         betas: decay rates of the moments, each in [0, 1).
         eps: added to the denominator, at least 0.
@@ -552,6 +552,9 @@ class SpeculativeCPUAdam(Optimizer):
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
         return {**values, "_storage": self._storage, "state": self._binding.entries(self.param_groups)}
+
+
+_own_step = SpeculativeCPUAdam.step
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

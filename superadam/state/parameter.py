@@ -132,7 +132,10 @@ class Pending:
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
-    """Raise TypeError unless this is a dense real tensor of a supported dtype, not Partial, that counts versions."""
+    """Raise TypeError unless this is a dense real tensor of a supported dtype, not Partial, that counts versions.
+
+    One that is not trained may have another dtype, as quantized weights do: it takes no part.
+    """
     if is_lazy(parameter):
         raise TypeError(
             f"{name} has no shape yet, expected one with values; run the model once before making the optimizer"
@@ -150,7 +153,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} has layout {parameter.layout}, expected torch.strided; convert it with to_dense()")
     shards.check_placement(parameter, name)
-    if parameter.dtype not in DTYPES and parameter.requires_grad:  # others, as quantized weights, get no gradient
+    if parameter.dtype not in DTYPES and (parameter.requires_grad or parameter.is_quantized):
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(
             f"{name} is {parameter.dtype}, expected one of {expected}; convert it with .to() before optimizing"
@@ -462,6 +465,11 @@ class ParameterState(Piece):
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
+        if self.parameter_dtype not in DTYPES:
+            raise TypeError(
+                f"{self.name} is {self.parameter_dtype} and has a gradient, expected none; set its .grad to None, or "
+                "convert the parameter with .to() before optimizing"
+            )
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "

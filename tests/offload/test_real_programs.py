@@ -72,7 +72,7 @@ def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], N
 
 
 @program()
-def adapters_beside_quantized_weights(run: Run) -> None:
+def quantized_weights_beside_those_that_are_trained(run: Run) -> None:
     """As with QLoRA, where the optimizer is given all parameters."""
     model = run.mlp(16, 64, 16)
     model.quantized = nn.Parameter((10 * run.data(5, 16, 16)).to(torch.int8), requires_grad=False)

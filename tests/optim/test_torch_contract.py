@@ -73,19 +73,24 @@ def test_options_that_cannot_be_are_refused(key: str) -> None:
 
 
 @EACH_PAIR
-def test_integers_that_are_not_trained(ours: type, theirs: type) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_other_dtypes_that_are_not_trained(ours: type, theirs: type, dtype: torch.dtype) -> None:
     def ends(cls: Any) -> tuple[list[Any], list[Any]]:
         optimizer = make(cls=cls, fused=True)
-        quantized = torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+        quantized = torch.nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
         optimizer.add_param_group({"params": [quantized, parameter(3)]})
         for seed in range(3):
-            quantized.data += 1
+            quantized.data = torch.full((3,), seed).to(dtype)
             train(optimizer, seed)
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if cls is ours:
-            quantized.grad = torch.ones_like(quantized)
-            with refused(optimizer, TypeError, "gradient of parameter 0 of group 1 is torch.int8, expected float32"):
-                optimizer.step()
+        quantized.grad_dtype = None  # any
+        for gradient in (torch.ones(3), torch.ones(3).to(dtype)) if cls is ours else ():
+            quantized.grad = gradient
+            for call in (optimizer.step, optimizer.speculate):
+                with refused(
+                    optimizer, TypeError, f"parameter 0 of group 1 is {dtype} and has a gradient, expected no"
+                ):
+                    call()
         return [one.tolist() for one in parameters_of(optimizer)], sorted(optimizer.state_dict()["state"])
 
     assert ends(ours) == ends(theirs)
@@ -125,6 +130,7 @@ def test_step_hooks(ours: type, theirs: type) -> None:
 def test_hook_that_the_step_of_a_subclass_registers(ours: type, theirs: type) -> None:
     def heard(cls: Any) -> list[bool]:
         class Late(cls):  # type: ignore[misc]
+            @functools.wraps(cls.step)
             def step(self) -> None:
                 if not calls:
                     self.register_step_post_hook(lambda opt, *_: calls.append(opt is optimizer))

@@ -20,9 +20,11 @@ from superadam.state.table import ParameterTable
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 UNFIT: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "integers": (lambda: torch.zeros(3, dtype=torch.int64), "is torch.int64, expected one of float32"),
-    "booleans": (lambda: torch.zeros(3, dtype=torch.bool), "is torch.bool, expected one of float32"),
-    "float8": (lambda: torch.zeros(3).to(torch.float8_e4m3fn), "is torch.float8_e4m3fn, expected one of float32"),
+    "float8": (lambda: torch.zeros(3).to(torch.float8_e4m3fn).requires_grad_(), "is torch.float8_e4m3fn, expected one"),
+    "scaled integers": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "is torch.qint8, expected one of float32",
+    ),
     "complex": (lambda: torch.zeros(3, dtype=torch.complex64), "is complex .*torch.view_as_real"),
     "lazy": (torch.nn.UninitializedParameter, "has no shape yet.*run the model once"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "has layout torch.sparse_coo.*to_dense"),
