@@ -3,6 +3,7 @@
 import gc
 import math
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -301,15 +302,30 @@ def test_parts_are_added_once_they_have_arrived_and_the_first_one_replaces_what_
 
 def test_threads_that_wait_together_add_each_part_once() -> None:
     total = HostSum(torch.zeros(100), is_empty=False)
-    passed = SimulatedDevice(0, 1.0).accelerator.first.end()
-    for _ in range(300):
+    passed = mock.Mock(synchronize=lambda: time.sleep(1e-5))  # lets other threads run, as a real event does
+    for _ in range(30):
         total.add(torch.ones(100), passed)
     threads = [threading.Thread(target=total.synchronize) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert torch.equal(total.total, torch.full((100,), 300.0))
+    assert torch.equal(total.total, torch.full((100,), 30.0))
+
+
+class Sending(NotingHolder):
+    def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
+        total.add(new, Copy())
+        return True
+
+
+def test_a_sum_that_was_zeroed_begins_anew() -> None:
+    holder, new = Sending(), torch.full((3,), 2.0)
+    taken = TakenGradient(torch.ones(3), None, holder)
+    taken.is_unrounded = taken.is_reduced = True
+    for change in (taken.absorb, lambda _: taken.zero(), taken.absorb):
+        change(new)
+    assert torch.equal(taken.ready(), new)
 
 
 # -- giving back -------------------------------------------------------------------------------------------------------
