@@ -727,13 +727,14 @@ def test_gradient_that_no_longer_fits_the_parameter_stays() -> None:
 # -- giving back -------------------------------------------------------------------------------------------------------
 
 
-def test_versions_do_not_run_backwards() -> None:
+@pytest.mark.parametrize("give_back", [lambda p: p.grad.add_(1), lambda p: _set_data(p, torch.ones(8, 6))])
+def test_versions_do_not_run_backwards(give_back: Callable[[Any], object]) -> None:
     ours, theirs, _owner = pair_for(torch.ones(8, 6))
     versions: list[list[int]] = [[], []]
     for parameter, seen in zip((ours, theirs), versions, strict=True):
         for change in (
             lambda p: p.grad.mul_(2),
-            lambda p: p.grad.add_(1),
+            give_back,
             lambda p: p.grad.mul_(2),
             lambda p: p.grad.numpy(),
             lambda p: p.grad.div_(2),
