@@ -96,9 +96,11 @@ def _inplace(parameter: Any, operation: Callable[[Any, Any], Any], value: Any) -
 
 
 def _changed_later(parameter: Any) -> None:
-    factor = torch.tensor(0.3)
+    factor, inverse = torch.tensor(0.3), torch.tensor(0.7)
     parameter.grad.mul_(factor)
-    factor.fill_(100.0)
+    torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], torch.zeros(()), inverse)
+    for one in (factor, inverse):
+        one.fill_(100.0)
 
 
 def _step(parameter: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Tensor:
@@ -232,9 +234,10 @@ def _data_of_what_was_written_to(parameter: Any) -> list[Tensor]:
     held, other = parameter.grad, nn.Parameter(torch.ones_like(parameter))
     other.grad = held
     held.add_(1)
-    held.data = torch.ones_like(parameter).detach()
+    held.data = torch.ones(2, 3, dtype=parameter.dtype)
+    shape = torch.tensor(held.shape)
     held.mul_(2)
-    return [held, other.grad]
+    return [held, other.grad, shape]
 
 
 def _data_of_an_alias_in_grad(parameter: Any, *, is_written: bool) -> list[Tensor]:
@@ -724,13 +727,14 @@ def test_gradient_that_no_longer_fits_the_parameter_stays() -> None:
 # -- giving back -------------------------------------------------------------------------------------------------------
 
 
-def test_versions_do_not_run_backwards() -> None:
+@pytest.mark.parametrize("give_back", [lambda p: p.grad.add_(1), lambda p: _set_data(p, torch.ones(8, 6))])
+def test_versions_do_not_run_backwards(give_back: Callable[[Any], object]) -> None:
     ours, theirs, _owner = pair_for(torch.ones(8, 6))
     versions: list[list[int]] = [[], []]
     for parameter, seen in zip((ours, theirs), versions, strict=True):
         for change in (
             lambda p: p.grad.mul_(2),
-            lambda p: p.grad.add_(1),
+            give_back,
             lambda p: p.grad.mul_(2),
             lambda p: p.grad.numpy(),
             lambda p: p.grad.div_(2),

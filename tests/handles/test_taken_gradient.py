@@ -3,6 +3,7 @@
 import gc
 import math
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.float_modes import flushed_denormals
 from support.handles import NotingHolder, Owner
 from support.optimizers import DTYPES, EACH_DTYPE
 from support.visible import bits
@@ -287,29 +289,45 @@ def test_what_arrived_unrounded_stays_so_without_speculation(in_use: bool) -> No
 
 def test_parts_are_added_once_they_have_arrived_and_the_first_one_replaces_what_was_there() -> None:
     device = SimulatedDevice(0, 0.0)
-    total = HostSum(torch.full((3,), torch.nan), is_empty=True)
+    total = HostSum(torch.full((4,), torch.nan), is_empty=True)
     for values in ([-0.0, 0.0, 0.0], [-0.0, 1e-8, 1e-8], [-0.0, 1.0, 1.0]):
-        part = device.late(torch.tensor(values, dtype=torch.bfloat16), on_host=True)
+        part = device.late(torch.tensor([*values, 2.0**-130], dtype=torch.bfloat16), on_host=True)
         total.add(part, device.accelerator.current_stream().end())
         assert not total.query()
     added = torch.tensor(1e-8, dtype=torch.bfloat16).item() + 1
     for _ in range(2):  # each part is added once
-        total.synchronize()
+        with flushed_denormals():  # which another thread that waits may not do
+            total.synchronize()
         assert total.query()
-        assert bits(total.total) == bits(torch.tensor([-0.0, added, added]))
+        assert bits(total.total) == bits(torch.tensor([-0.0, added, added, 3 * 2.0**-130]))
 
 
 def test_threads_that_wait_together_add_each_part_once() -> None:
     total = HostSum(torch.zeros(100), is_empty=False)
-    passed = SimulatedDevice(0, 1.0).accelerator.first.end()
-    for _ in range(300):
+    passed = mock.Mock(synchronize=lambda: time.sleep(1e-5))  # lets other threads run, as a real event does
+    for _ in range(30):
         total.add(torch.ones(100), passed)
     threads = [threading.Thread(target=total.synchronize) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert torch.equal(total.total, torch.full((100,), 300.0))
+    assert torch.equal(total.total, torch.full((100,), 30.0))
+
+
+class Sending(NotingHolder):
+    def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
+        total.add(new, Copy())
+        return True
+
+
+def test_a_sum_that_was_zeroed_begins_anew() -> None:
+    holder, new = Sending(), torch.full((3,), 2.0)
+    taken = TakenGradient(torch.ones(3), None, holder)
+    taken.is_unrounded = taken.is_reduced = True
+    for change in (taken.absorb, lambda _: taken.zero(), taken.absorb):
+        change(new)
+    assert torch.equal(taken.ready(), new)
 
 
 # -- giving back -------------------------------------------------------------------------------------------------------

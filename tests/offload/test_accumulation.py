@@ -51,6 +51,16 @@ def test_blocks_nest_and_end_with_an_error() -> None:
     assert micro_batches.is_last(1, is_first=False)
 
 
+def test_a_step_that_is_not_announced_counts_after_one_that_was() -> None:
+    micro_batches = Accumulation()
+    with micro_batches.accumulate(None):
+        micro_batches.is_last(1, is_first=True)
+    micro_batches.end_step(is_edited=False)
+    for expected in ([True, True], [False, True]):
+        assert [micro_batches.is_last(1, is_first=first) for first in (True, False)] == expected
+        micro_batches.end_step(is_edited=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, "float32"])
 def test_other_dtypes_are_refused(dtype: Any) -> None:
     told = r"accumulate\(\) got dtype .*, expected None \(that of .grad\) or torch.float32"

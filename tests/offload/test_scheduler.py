@@ -634,3 +634,14 @@ def test_new_values_go_up_before_the_verdict() -> None:
         padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
         assert scheduler.statistics.uploaded_bytes - before == padded
         assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published
+
+
+def test_a_parameter_may_leave_its_group_while_its_gradient_waits_in_a_bucket() -> None:
+    with overlapped(torch.bfloat16, steps=2, bucket_numel=10**6) as (model, optimizer, _):
+        loss_of(model, 1).backward()
+        group = optimizer.param_groups[0]
+        first, *group["params"] = group["params"]
+        before = first.detach().clone()
+        optimizer.step()
+        assert optimizer.statistics.steps == 3
+        assert torch.equal(first, before)
