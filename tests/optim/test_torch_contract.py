@@ -130,7 +130,6 @@ def test_step_hooks(ours: type, theirs: type) -> None:
 def test_hook_that_the_step_of_a_subclass_registers(ours: type, theirs: type) -> None:
     def heard(cls: Any) -> list[bool]:
         class Late(cls):  # type: ignore[misc]
-            @functools.wraps(cls.step)
             def step(self) -> None:
                 if not calls:
                     self.register_step_post_hook(lambda opt, *_: calls.append(opt is optimizer))

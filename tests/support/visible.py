@@ -19,7 +19,7 @@ def bits(tensor: Tensor) -> Bits:
     """Return dtype, shape and bytes of a tensor; NaN equals NaN whatever its payload, +0 and -0 differ."""
     values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
     values.copy_(tensor.detach().clone().reshape(-1))  # of a clone: a view of a taken gradient gives it back
-    if values.is_floating_point() and math.isnan(values.sum()):
+    if values.is_floating_point() and values.element_size() > 1 and math.isnan(values.sum()):  # torch sums no float8
         values = values.masked_fill(values.isnan(), math.nan)
     return str(tensor.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()
 
