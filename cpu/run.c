@@ -3,8 +3,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "superadam.h"
 #include "float_control.h"
+#include "superadam.h"
 #include "threads.h"
 
 /* A thread is woken only for at least this many chunks: 64 Ki elements, which take about 50 us. */

@@ -68,7 +68,7 @@ static void spin_until(const _Atomic int *count, int is_zero)
 
 /* Leaves its processor to the caller: Linux takes a virtual machine's sleeping processors for busy ones, and wakes a
  * thread on that of its waker, where both would take turns. `others` is what this has set before, and `all` what the
- * thread may use, which others may change at any time; so is what the caller may use. */
+ * thread may use. Anybody may bind it, or the whole process, at any time: it goes only where its caller may run. */
 static void leave_processor(const job *todo, cpu_set_t *all, cpu_set_t *others)
 {
     cpu_set_t now, wanted;

@@ -118,7 +118,8 @@ class ParameterTable:
         self._rows["length"] = [piece.shape.numel() for piece in self.pieces]
         self._rows["sums"] = self.norm.sums.ctypes.data + 8 * self._begin_chunks
         self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * self._begin_chunks
-        self._rows["gradient_dtype"] = [DTYPES.get(piece.parameter_dtype, Dtype.NONE) for piece in self.pieces]
+        usual = [DTYPES.get(piece.parameter_dtype, Dtype.NONE) for piece in self.pieces]  # NONE: it takes no part
+        self._rows["gradient_dtype"] = usual
         is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
         self._rows["format"] = [piece.state.format for piece in self.pieces]

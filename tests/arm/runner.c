@@ -11,8 +11,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "superadam.h"
 #include "float_control.h"
+#include "superadam.h"
 
 enum { FIELDS = 12, LISTED = 6, PATTERN = 0xA5 }; /* arrays of a segment, which stand first in it, and of a list */
 
