@@ -1,4 +1,4 @@
-"""superadam: Adam on the CPU that runs speculatively, validates afterwards, and never changes a bit."""
+"""superadam: Adam on the CPU that runs speculatively, validates afterwards, and ends with the bits of a plain step."""
 
 from importlib.metadata import version as _version
 

@@ -47,7 +47,7 @@ def build_parser() -> Parser:
     from superadam.cli.doctor import command as doctor
     from superadam.cli.plan import command as plan
 
-    parser = Parser(prog="superadam", description="Speculative Adam on the CPU that never changes a bit.")
+    parser = Parser(prog="superadam", description="Speculative Adam on the CPU, with the bits of a plain step.")
     parser.add_argument("--version", action="version", version=f"superadam {version('superadam')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda parsed: sys.stdout.write(parser.format_help()) and 0)

@@ -9,7 +9,6 @@ from superadam.cli.plan.presets import Preset, presets
 from superadam.offload.needs import needs_of
 from superadam.plan import memory
 from superadam.plan.activations import Activations
-from superadam.plan.memory import SIZE
 from superadam.plan.models import on_meta
 from superadam.state.storage import Master, Moments, Storage
 
@@ -22,11 +21,9 @@ def row(name: str, preset: Preset) -> str:
     storage = Storage(Moments(preset.moments), Master(preset.master))
     needs = [needs_of(one, is_on_host=False, storage=storage) for one in on_meta(preset.config).parameters()]
     state = sum(each.state for each in needs) / GIGABYTE
-    host = sum(each.state + each.pending for each in needs) / GIGABYTE
-    gpu = 2 * SIZE * preset.parameters / preset.ranks / GIGABYTE
     link = f"[`{name}`](../examples/presets/{name}.yaml)"
     size = f"{preset.sequences} x {preset.tokens}"
-    return f"| {link} | {preset.ranks} | {size} | {preset.parameters:,} | {state:.0f} | {host:.0f} | {gpu:.0f} |"
+    return f"| {link} | {preset.ranks} | {size} | {preset.parameters:,} | {state:.0f} |"
 
 
 _FOUND: dict[Any, Activations] = {}
