@@ -58,7 +58,7 @@ double seconds_now(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Returns when `count` has become 0, or more than 0, or SPIN_US have passed. */
+/* Returns when whether `count` is 0 has become `is_zero`, or after SPIN_US. */
 static void spin_until(const _Atomic int *count, int is_zero)
 {
     const double end = seconds_now() + 1e-6 * SPIN_US;

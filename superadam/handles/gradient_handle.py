@@ -522,8 +522,8 @@ _OF_BASE = _OF_GRADIENT if missing else references(sys.getrefcount(base_of(_view
 def is_held(values: Any, key: Any, holders: int) -> bool:
     """Whether more objects than these holders and `values` refer to `values[key]`, a tensor, or any to its memory.
 
-    The tensor that it is a view of may be referred to by the view alone. Of arrays, only those that have its memory
-    now are seen: state that once was looked at as one would be held for ever.
+    The tensor that it is a view of may be referred to by the view alone. Of numpy arrays, only those that have its
+    memory now count: one that is gone must not keep state held.
     """
     if torch_private.missing:  # nothing is counted
         return True

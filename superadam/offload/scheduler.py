@@ -61,8 +61,9 @@ class OffloadScheduler(GradientHolder):
     """Runs a `SpeculativeCPUAdam` during backward.
 
     While the scheduler is at work, gradients are taken as backward computes them, and `optimizer.step()` only validates
-    what was computed from them. Nothing else shows: `.grad` holds a handle that behaves as the gradient, parameters
-    change in `step()`, and the bits are those of the optimizer alone. Use it as a context manager, or call `close()`.
+    what was computed from them. `.grad` holds a handle that behaves as the gradient, parameters change in `step()`, and
+    the bits are those of the optimizer alone; only its `last_outcome` and `statistics` tell more: gradients that others
+    scaled down count as clipped. Use it as a context manager, or call `close()`.
 
     Args:
         optimizer: whose parameters are those of the model, or some of them; it may be in a framework's wrapper.
@@ -172,7 +173,7 @@ class OffloadScheduler(GradientHolder):
     def _gradient_ready(self, parameter: Tensor) -> None:
         begin = time.perf_counter()
         is_left = self._pipeline is None and self._bucketer.accumulation.sum_dtype is None
-        if is_left or self._device.is_capturing():  # whose replays write to its memory, and call no hook
+        if is_left or self._device.is_capturing():  # a graph's replays write to the gradient's memory, and call no hook
             return
         with self._lock():
             if self._closed:  # meanwhile, by another thread
@@ -317,11 +318,13 @@ class OffloadScheduler(GradientHolder):
         Raises:
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
             MemoryError: the device cannot hold the state of this many buckets; nothing was changed.
+            RuntimeError: the scheduler was closed.
         """
+        self._check_open()
         asked = {"gpu_buckets": gpu_buckets, "bucket_numel": bucket_numel, "num_threads": num_threads}
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
-            check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
+            check_count(name, value, least=0 if name == "gpu_buckets" else 1, may_be_auto=False)
         with self._lock():
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes))
@@ -365,8 +368,9 @@ class OffloadScheduler(GradientHolder):
 
         Raises:
             ValueError: another dtype.
-            RuntimeError: this torch lacks what sums on the host need.
+            RuntimeError: this torch lacks what sums on the host need, or the scheduler was closed.
         """
+        self._check_open()
         if dtype is not None:
             check_can_take(parameters_of(self.optimizer), "accumulate() got torch.float32")
         with self._lock():
@@ -421,7 +425,16 @@ class OffloadScheduler(GradientHolder):
             "optimizer and the model, and make a scheduler for the copies"
         )
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the scheduler was closed, expected an open one; make another OffloadScheduler")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.statistics.hidden_share:.0%} hidden"
+        return f"{type(self).__name__}({state}, {self.placement})"
+
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -12,8 +12,8 @@ class OverlapStatistics:
     Attributes:
         buckets: handed to the worker.
         resident_buckets: whose gradients and state are on the device, where the step is made with the verdict.
-        waiting_buckets: only summed when they arrived, and stepped with the verdict: because clipping was likely, their
-            parameters had no state yet or were written to by others, or because they are their own masters.
+        waiting_buckets: only summed when they arrived, and stepped with the verdict: because no clip coefficient could
+            be predicted, their parameters had no state yet or were written to by others, or are their own masters.
         given_back_gradients: written to or added to after they had been taken.
         shadow_bytes: most memory that new values took while they waited for a verdict.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.

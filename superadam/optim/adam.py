@@ -106,9 +106,9 @@ class SpeculativeCPUAdam(Optimizer):
         amsgrad: divide by the largest second moment so far.
         maximize: ascend instead of descend.
         decoupled_weight_decay: weight decay as in AdamW.
-        max_grad_norm: limit of the global 2-norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`; None or
-            `math.inf` for none. An attribute, not a group key; may be changed at any time. A step on whose gradients
-            `torch.nn.utils.clip_grad_norm_` is called as well is clipped by both.
+        max_grad_norm: limit of the global 2-norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`, above 0;
+            None or `math.inf` for none. An attribute, not a group key; may be changed at any time. A step on whose
+            gradients `torch.nn.utils.clip_grad_norm_` is called as well is clipped by both.
         on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; either way
             nothing is changed.
         moments: how `exp_avg` and `exp_avg_sq` are stored, in 4 bytes each ("fp32"), 2 ("bf16"), or 1 ("8bit", where
@@ -174,8 +174,8 @@ class SpeculativeCPUAdam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         check_group(defaults)
-        native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training, as is the next
-        native.requested_threads()
+        native.active_isa()  # here and not in the middle of training, a wrong SUPERADAM_ISA is an error
+        native.requested_threads()  # and a wrong SUPERADAM_THREADS
         self._verdicts = _Verdicts()
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
@@ -197,12 +197,16 @@ class SpeculativeCPUAdam(Optimizer):
             group = self.param_groups[-1]
             try:
                 check_group(group)
-                check_stored(group, self._storage)
+                check_stored(group, self._storage, is_loaded=False)
                 for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
                     check_parameter(parameter, name)
             except Exception:
                 self.param_groups.pop()
                 raise
+
+    def __repr__(self) -> str:
+        own = ("max_grad_norm", "on_nonfinite", "moments", "master")
+        return super().__repr__()[:-1] + "".join(f"{name}: {getattr(self, name)}\n" for name in own) + ")"
 
     @property
     def moments(self) -> str:
@@ -223,7 +227,12 @@ class SpeculativeCPUAdam(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._verdicts.max_grad_norm = None if value is None else checked_limit("max_grad_norm", value)
+        limit = None if value is None else checked_limit("max_grad_norm", value)
+        if limit == 0.0:
+            raise ValueError(
+                "max_grad_norm is 0, by which nothing would train, expected a positive number, or None for no limit"
+            )
+        self._verdicts.max_grad_norm = limit
 
     @property
     def on_nonfinite(self) -> str:
@@ -285,7 +294,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def resolve(self) -> StepOutcome:
-        """Make one step, as `step()` does, and return its outcome; raises as `step()`.
+        """Make one step, as `step()` does but without its hooks, and return the outcome; raises as `step()`.
 
         For each parameter `.grad` decides: None takes no part; the handle that `speculate()` or a scheduler has put
         there stands for the speculation; any other gradient counts as it is. Hyper-parameters count as they are now.
@@ -400,7 +409,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @torch_private.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as torch.optim does."""
+        """Reset gradients as torch.optim does, and drop the limit that `clip_grad_norm_()` has set."""
         with self._binding.lock:
             self._verdicts.limit_of_next_step = None
             super().zero_grad(set_to_none)
@@ -525,7 +534,7 @@ class SpeculativeCPUAdam(Optimizer):
             states = self._binding.bound(self.param_groups).table.states
             groups, entries, foreign = checkpoint.read(final, states, self.param_groups)
             for group in groups:
-                check_stored(group, self._storage)
+                check_stored(group, self._storage, is_loaded=True)
             arriving.update({state.parameter: entry for state, entry in entries.items()})
             return {"state": foreign, "param_groups": groups}
 

@@ -14,6 +14,9 @@ from superadam.kernels.hyperparameters import Hyperparameters, described, number
 from superadam.kernels.torch_private import are_flattened
 from superadam.state.storage import Master, Moments, Storage
 
+_FORMATS = {"moments", "master"}
+_OF_ALL_GROUPS = _FORMATS | {"max_grad_norm", "on_nonfinite", "process_group"}
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups, in their order."""
@@ -81,9 +84,12 @@ def checked_storage(moments: object, master: object) -> Storage:
     return Storage(Moments(moments), Master(master))
 
 
-def check_stored(group: Mapping[str, Any], storage: Storage) -> None:
-    """Raise ValueError for a group with a format of its own, or with amsgrad where moments have 8 bits."""
-    for name in {"moments", "master"} & group.keys():
+def check_stored(group: Mapping[str, Any], storage: Storage, *, is_loaded: bool) -> None:
+    """Raise ValueError for a group with arguments of the whole optimizer, or with amsgrad where moments have 8 bits.
+
+    One that was loaded may have the limits of another optimizer, which do not count here.
+    """
+    for name in (_FORMATS if is_loaded else _OF_ALL_GROUPS) & group.keys():
         raise ValueError(f"a parameter group has {name}, expected it as an argument of the optimizer; make another one")
     if group.get("amsgrad") and storage.moments is Moments.CODES:
         raise ValueError("amsgrad is True, but moments is '8bit', expected amsgrad=False; or pass moments='bf16'")

@@ -45,7 +45,9 @@ ARRAYS = (*TENSORS, *SECONDS.values())
 class Phase(enum.Enum):
     """Where the transaction of a piece stands."""
 
-    __hash__ = object.__hash__  # not a function of Python's, many times for each parameter of a step
+    __hash__ = (
+        object.__hash__
+    )  # in C: that of enum.Enum is Python's, and is called several times for each parameter of a step
 
     CLEAN = "clean"
     """Nothing is pending; the working copy is the rounded master."""

@@ -14,7 +14,7 @@ from superadam.state.norm import GradientNorm
 _EPSILON = 1e-6  # which clip_grad_norm_ adds to the norm before it divides
 
 
-class StepKind(enum.Enum):
+class StepKind(enum.StrEnum):
     """How a step ended."""
 
     COMMITTED = "committed"
@@ -35,9 +35,9 @@ class StepOutcome:
             Where others multiplied gradients by several factors, or on several ranks, it is that of the products,
             without a limit before they are rounded.
         clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, an fp32 value of at
-            most 1 (as in `torch.nn.utils.clip_grad_norm_`), times the factor by which others multiplied all gradients,
-            for whatever reason, where the optimizer knows it because it had taken them, on one rank. Unscaling by a
-            `GradScaler` is no such factor.
+            most 1 (as in `torch.nn.utils.clip_grad_norm_`), times the factor by which others scaled all gradients
+            down, for whatever reason, where the optimizer knows it because it had taken them, on one rank. Unscaling by
+            a `GradScaler` is no such factor.
         nonfinite: number of gradient elements that are Inf or NaN; each replica counts.
 
     Where parameters are DTensors, it is the same on all ranks.

@@ -508,7 +508,7 @@ class Transaction:
             return outcome
         unscale, clip = factors.pop()
         self.expected_scale = unscale
-        if clip == 1.0 or outcome.kind is StepKind.SKIPPED or self.ranks is not None:
+        if not 0.0 < clip < 1.0 or outcome.kind is StepKind.SKIPPED or self.ranks is not None:
             return outcome
         norm = self.table.norm.total * unscale  # before any clipping
         return StepOutcome(StepKind.CLIPPED, norm, outcome.clip_coefficient * clip)

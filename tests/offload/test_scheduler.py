@@ -334,6 +334,17 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
     OffloadScheduler(optimizer, model).close()
 
 
+def test_a_closed_scheduler_is_not_used_again() -> None:
+    with overlapped(num_threads=1) as (_, _, scheduler):
+        assert "hidden, Placement(" in repr(scheduler)
+        with pytest.raises(ValueError, match="num_threads is 0, expected an integer of at least 1"):
+            scheduler.place(num_threads=0)
+    assert repr(scheduler).startswith("OffloadScheduler(closed, ")
+    for use in (scheduler.__enter__, scheduler.accumulate().__enter__, scheduler.place):
+        with pytest.raises(RuntimeError, match="the scheduler was closed, expected an open one; make another"):
+            use()
+
+
 # ---- life and death -------------------------------------------------------------------------------------------------
 
 

@@ -272,7 +272,7 @@ def test_more_than_a_thousand_tiny_parameters() -> None:
 @pytest.mark.parametrize("limit", [0.5, 0.0])
 def test_clip_grad_norm_sets_the_limit_of_one_step(speculative: bool, limit: float) -> None:
     """Which is forgotten with the gradients."""
-    optimizer, twin = make(), make(max_grad_norm=limit)
+    optimizer, twin = make(), make(max_grad_norm=limit or 1e-300)  # whose factor rounds to zero, as an fp32 number
     for one in (optimizer, twin):
         give_gradients(one, 1)
     if speculative:
@@ -358,6 +358,14 @@ def test_bad_limit_is_refused(name: str, value: object) -> None:
         with refused(optimizer, ValueError, f"max_norm {sentence}"):
             optimizer.clip_grad_norm_(value)
     assert (optimizer.max_grad_norm, optimizer.on_nonfinite) == (2.0, "skip")
+
+
+def test_no_limit_is_none_and_not_zero() -> None:
+    """Zero is no limit elsewhere, as in a Trainer; here it would scale every gradient to nothing."""
+    optimizer = make(max_grad_norm=2.0)
+    with refused(optimizer, ValueError, "max_grad_norm is 0, .*expected a positive number, or None for no limit"):
+        optimizer.max_grad_norm = 0
+    assert "max_grad_norm: 2.0\non_nonfinite: skip\nmoments: fp32\nmaster: fp32\n)" in repr(optimizer)
 
 
 BAD_VALUES = {

@@ -298,6 +298,10 @@ AMSGRAD: dict[str, tuple[Callable[[SpeculativeCPUAdam], Any], str]] = {
         lambda optimizer: SpeculativeCPUAdamW([{"params": [nn.Parameter(torch.ones(2, 64))], "master": "fp32"}]),
         "a parameter group has master, expected it as an argument of the optimizer",
     ),
+    "limit of a group": (
+        lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "max_grad_norm": 1.0}),
+        "a parameter group has max_grad_norm, expected it as an argument of the optimizer",
+    ),
 }
 
 
