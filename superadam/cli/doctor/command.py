@@ -42,7 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
     from superadam.cli.console import Console
     from superadam.cli.doctor import report
     from superadam.cli.doctor.diagnosis import diagnose
-    from superadam.cli.doctor.finding import Status
 
     host = Host()
     if _is_told_by_another(host):
@@ -50,11 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     quiet = _nothing_on_stdout() if arguments.json else nullcontext()
     with quiet, Console(stderr=True).status("looking at this machine"):
         findings = diagnose(host)
+    found = report.to_json(findings)
     if arguments.json:
-        sys.stdout.write(json.dumps(report.to_json(findings), indent=1) + "\n")
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         Console().print(report.to_table(findings))
-    return BROKEN_STATUS if any(finding.status is Status.BROKEN for finding in findings) else 0
+    return BROKEN_STATUS if found["broken"] else 0
 
 
 def _is_told_by_another(host: Host) -> bool:

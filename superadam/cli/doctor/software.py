@@ -18,7 +18,7 @@ def superadam_version(host: Host) -> Finding:
     values = {"superadam": version("superadam"), "python": platform.python_version()}
     values |= {"system": platform.system(), "machine": platform.machine()}
     detail = "{superadam}, Python {python}, {system} {machine}".format(**values)
-    return Finding("superadam", Status.OK, detail, values=values)
+    return Finding(detail, values=values)
 
 
 def torch_version(host: Host) -> Finding:
@@ -33,8 +33,8 @@ def torch_version(host: Host) -> Finding:
     detail = f"{torch.__version__}, {build}, {capability} kernels"
     if _version_numbers(torch.__version__) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        return Finding("torch", Status.BROKEN, detail, f"pip install 'torch>={oldest}'", values)
-    return Finding("torch", Status.OK, detail, values=values)
+        return Finding(detail, f"pip install 'torch>={oldest}'", values, Status.BROKEN)
+    return Finding(detail, values=values)
 
 
 def triton_version(host: Host) -> Finding:
@@ -44,11 +44,9 @@ def triton_version(host: Host) -> Finding:
     except PackageNotFoundError:
         import torch
 
-        detail = "not installed; only kernels on a GPU need it"
-        if torch.cuda.is_available():
-            return Finding("triton", Status.BETTER, detail, "pip install triton", {"version": None})
-        return Finding("triton", Status.OK, detail, values={"version": None})
-    return Finding("triton", Status.OK, found, values={"version": found})
+        remedy = "pip install triton" if torch.cuda.is_available() else ""
+        return Finding("not installed; only kernels on a GPU need it", remedy, {"version": None})
+    return Finding(found, values={"version": found})
 
 
 def _version_numbers(text: str) -> tuple[int, int]:
