@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -19,41 +19,26 @@ from superadam.host.machine import Host
 from superadam.kernels.native import Format
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """Processor, instruction set, number of threads, system and versions behind the numbers.
+def environment() -> dict[str, Any]:
+    """Return processor, instruction set, number of threads, system and versions behind the numbers.
 
     `isa` and `threads` are superadam's defaults; `torch_capability` is the instruction set of torch's CPU kernels.
     """
+    return {
+        "processor": processor_name(Host()) or platform.machine(),
+        "isa": superadam.active_isa(),
+        "threads": superadam.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "superadam": version("superadam"),
+    }
 
-    processor: str
-    isa: str
-    threads: int
-    system: str
-    python: str
-    torch: str
-    torch_capability: str
-    superadam: str
 
-    @staticmethod
-    def here() -> Environment:
-        """Return that of this process."""
-        return Environment(
-            processor=processor_name(Host()) or platform.machine(),
-            isa=superadam.active_isa(),
-            threads=superadam.get_num_threads(),
-            system=platform.platform(),
-            python=platform.python_version(),
-            torch=torch.__version__,
-            torch_capability=torch.backends.cpu.get_cpu_capability(),
-            superadam=version("superadam"),
-        )
-
-    def in_words(self) -> str:
-        """Return a line that goes before a table."""
-        return (
-            f"superadam {self.superadam} ({self.isa}), torch {self.torch} ({self.torch_capability}), {self.processor}"
-        )
+def line_of(environment: Mapping[str, Any]) -> str:
+    """Return a line about an environment, which goes before a table."""
+    return "superadam {superadam} ({isa}), torch {torch} ({torch_capability}), {processor}".format(**environment)
 
 
 def processor_name(host: Host) -> str | None:

@@ -117,7 +117,7 @@ def show(answer: Any) -> None:
 def _measure(arguments: argparse.Namespace) -> int:
     from superadam.cli.bench.command import NUMEL, PAIRS, setting_of
     from superadam.cli.bench.passes import measure
-    from superadam.cli.bench.report import Environment
+    from superadam.cli.bench.report import environment, line_of
     from superadam.cli.console import Console
     from superadam.cli.plan.rates import measured, to_toml
     from superadam.host.machine import Host
@@ -129,7 +129,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     base = machines.read(arguments.machine or "gh200")
     with Console(stderr=True).status("measuring passes"):
         rows = list(measure(NUMEL, setting_of(), PAIRS))
-    source = f"superadam bench: {Environment.here().in_words()}"
+    source = f"superadam bench: {line_of(environment())}"
     machine = measured(base, rows, HostMemory.of(Host()).limit, source)
     arguments.measure.write_text(to_toml(machine))
     return 0
