@@ -82,8 +82,8 @@ READ_ONLY = {
 }
 
 
-FORMATS = [Storage(moments, master).format for moments in Moments for master in Master]
-KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, form) for form in FORMATS[1:])]
+STORED = [Storage(moments, master) for moments in Moments for master in Master]
+KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, way.format) for way in STORED[1:])]
 
 
 @pytest.mark.covering(1)
@@ -157,18 +157,18 @@ def test_bytes_per_element():
     assert bytes_per_element(Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64) == 64
     others = (2, 4, 2, 6, 4)  # than the state
     times = (0, 1, 2, 2, 2)  # the state is read or written
-    for form in FORMATS:
-        arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, form)
+    for way in STORED:
+        arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, way.format)
         state = sum(array.nbytes / NUMEL for name, array in arrays.items() if name in (*STATE, *PLANES))
         for which, other, count in zip(of_the_design, others, times, strict=True):
-            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + count * state
+            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, way) == other + count * state
         assert arrays.coefficients["turn"] != 0
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_pass_is_measured_in_every_setting(form, isa):
-    setting = Setting(isa, 2, form)
+@pytest.mark.parametrize("way", STORED)
+def test_every_pass_is_measured_in_every_setting(way, isa):
+    setting = Setting(isa, 2, way)
     rows = list(passes.measure(2 * native.CHUNK - 5, setting, 2))
     assert [(row.which, row.with_norm) for row in rows] == list(passes.PASSES)
     assert len({row.name for row in rows}) == len(rows)

@@ -54,7 +54,7 @@ def setting_of(
         isa, threads = isa or native.active_isa(), threads or native.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Setting(isa, threads, Storage(Moments(moments), Master(master)).format)
+    return Setting(isa, threads, Storage(Moments(moments), Master(master)))
 
 
 def run(arguments: argparse.Namespace) -> int:

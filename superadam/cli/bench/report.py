@@ -15,8 +15,8 @@ import superadam
 from superadam.cli.bench.pairs import Comparison
 from superadam.cli.bench.passes import PassResult, Setting
 from superadam.cli.console import new_table
+from superadam.cli.traffic import PLAIN
 from superadam.host.machine import Host
-from superadam.kernels.native import Format
 
 
 def environment() -> dict[str, Any]:
@@ -64,7 +64,7 @@ def pass_as_json(row: PassResult) -> dict[str, Any]:
         "norm": row.with_norm,
         "isa": row.setting.isa,
         "threads": row.setting.threads,
-        **_state(row.setting.format),
+        **_state(row.setting),
         "numel": row.numel,
         "bytes_per_element": row.bytes_per_element,
         "bytes_per_second": row.bytes_per_second,
@@ -73,13 +73,10 @@ def pass_as_json(row: PassResult) -> dict[str, Any]:
     }
 
 
-def _state(format: Format) -> dict[str, str]:
+def _state(setting: Setting) -> dict[str, str]:
     """Return the names of how master and moments are stored."""
-    moments = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
-    return {
-        "master": "24bit" if Format.MASTER_24BIT in format else "f32",
-        "moments": moments.get(format & ~Format.MASTER_24BIT, "f32"),
-    }
+    names = {"master": setting.storage.master.value, "moments": setting.storage.moments.value}
+    return {what: "f32" if name == "fp32" else name for what, name in names.items()}
 
 
 def in_words(count: float) -> str:
@@ -122,7 +119,7 @@ def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float 
 def passes_table(setting: Setting, rows: Sequence[PassResult]) -> Table:
     """Return the table of the passes in a setting."""
     table = comparisons_table()
-    state = f", {'+'.join(_state(setting.format).values())}" if setting.format else ""
+    state = "" if setting.storage == PLAIN else f", {'+'.join(_state(setting).values())}"
     add_section(table, f"{setting.isa}, {setting.threads} thr., bf16>bf16{state}")
     for row in rows:
         add_row(table, row.name, row.comparison, row.bytes_per_second)

@@ -98,7 +98,7 @@ def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memo
     placement, rate = placement_of(subject, setting), machine.gpu_operations.value * efficiency
     ordered = [(shard, counted.by_parameter.get(name, 0.0)) for name, shard in subject.shards(setting.ranks).items()]
     parts = parts_of(reversed(ordered), placement.bucket_numel)
-    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
+    rates, state = rates_of(machine, setting.storage), bytes_of_state(setting.storage)
     work = Work(
         buckets_of(parts, placement),
         counted.forward / rate,
