@@ -25,7 +25,7 @@ Planned = tuple[Subject, Setting, Memory, Activations]
 
 def planned(name: str, machine: str, **chosen: Any) -> Planned:
     preset = PRESETS[name]
-    setting = replace(Setting(preset.sequences, preset.tokens, ranks=preset.ranks), **chosen)
+    setting = replace(preset.setting, **chosen)
     subject = Subject.of(preset.config)
     found = activations_for(subject, setting)
     return subject, setting, memory_of(subject, setting, machines.read(machine), found), found
