@@ -31,7 +31,7 @@ def torch_version(host: Host) -> Finding:
     capability = torch.backends.cpu.get_cpu_capability()
     values = {"version": torch.__version__, "build": build, "capability": capability}
     detail = f"{torch.__version__}, {build}, {capability} kernels"
-    if _version_numbers(torch.__version__) < OLDEST_TORCH:
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return Finding(detail, f"pip install 'torch>={oldest}'", values, Status.BROKEN)
     return Finding(detail, values=values)
@@ -47,8 +47,3 @@ def triton_version(host: Host) -> Finding:
         remedy = "pip install triton" if torch.cuda.is_available() else ""
         return Finding("not installed; only kernels on a GPU need it", remedy, {"version": None})
     return Finding(found, values={"version": found})
-
-
-def _version_numbers(text: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
