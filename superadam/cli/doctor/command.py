@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from superadam.cli.usage import require_modules
+from superadam.host.local_ranks import local_rank, processes
 from superadam.host.machine import Host
 
 BROKEN_STATUS = 1
@@ -59,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _is_told_by_another(host: Host) -> bool:
     """Whether the first rank on this node reports for this one, too; returns when it has ended, having looked at it."""
-    from superadam.host.local_ranks import local_rank, processes
-
     try:
         rank = local_rank(host)
     except ValueError:
