@@ -136,8 +136,7 @@ def _require_memory(name: str, tensor: Tensor) -> None:
 
 
 def _place(plain: Tensor) -> object:
-    storage = storage_key(plain.untyped_storage()), int(plain.storage_offset())
-    return *storage, plain.dtype, plain.shape, plain.stride()
+    return storage_key(plain.untyped_storage()), int(plain.storage_offset()), plain.dtype, plain.shape, plain.stride()
 
 
 class Planner(DefaultSavePlanner):
