@@ -10,7 +10,6 @@ from superadam.state.storage import Storage
 SIZES = {Dtype.NONE: 0} | {number: dtype.itemsize for dtype, number in DTYPES.items()}
 """Bytes per element."""
 
-STATE_READERS = frozenset({Pass.SPECULATE, Pass.COMMIT, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE})
 STATE_WRITERS = frozenset({Pass.COMMIT, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE})
 OUT_WRITERS = frozenset({Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE})
 PLAIN = Storage()
@@ -21,4 +20,4 @@ def bytes_per_element(which: Pass, gradient_dtype: Dtype, out_dtype: Dtype, stor
     total = SIZES[gradient_dtype] * (2 if which is Pass.COMMIT_AND_SPECULATE else 1)
     total += SIZES[out_dtype] if which in OUT_WRITERS else 0
     state = 24 if gradient_dtype is Dtype.FLOAT64 else bytes_of_state(storage)
-    return total + state * ((which in STATE_READERS) + (which in STATE_WRITERS))
+    return total + state * ((which is not Pass.NORM) + (which in STATE_WRITERS))
