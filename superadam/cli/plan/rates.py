@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from superadam.cli.bench.passes import PassResult
 from superadam.cli.traffic import PLAIN, bytes_per_element
@@ -66,9 +66,8 @@ def to_toml(machine: Machine) -> str:
         source = json.dumps(rate.source, ensure_ascii=False)
         return f'{name} = {{ value = {rate.value!r}, kind = "{rate.kind.value}", source = {source} }}'
 
-    every = {field.name: getattr(machine, field.name) for field in fields(machine)}
+    passes = machine.passes or {}
     lines = [f'title = "{machine.title}"', f"one_memory = {str(machine.one_memory).lower()}"]
-    lines += [line(name, rate) for name, rate in every.items() if isinstance(rate, Rate)]
-    if machine.passes is not None:
-        lines += ["", "[passes]", *(line(name, rate) for name, rate in machine.passes.items())]
+    lines += [line(name, rate) for name, rate in machine.rates.items() if name not in passes]
+    lines += ["", "[passes]", *(line(name, rate) for name, rate in passes.items())] if passes else []
     return "\n".join(lines) + "\n"
