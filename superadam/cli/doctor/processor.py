@@ -17,17 +17,16 @@ REBUILD = "pip install --force-reinstall --no-deps superadam"
 def instruction_sets(host: Host) -> Finding:
     """Report which kernels can run here, which does, and why that one."""
     known = native.known_isas()
-    forced = host.environment.get("SUPERADAM_ISA", "")
+    forced = host.environment.get("SUPERADAM_ISA") or None
     others = ", ".join(f"{isa} {status}" for isa, status in known.items() if status != "runnable")
     available = native.available_isas()
+    values: dict[str, object] = {"known": known, "active": None, "forced": forced}
     try:
-        active = native.active_isa()
+        values["active"] = active = native.active_isa()
     except ValueError as error:
-        values = {"known": known, "active": None, "forced": forced}
         return Finding(str(error), "unset SUPERADAM_ISA", values, Status.BROKEN)
     reason = "SUPERADAM_ISA says so" if active == forced else "the best of " + ", ".join(available)
     detail = f"{active}: {reason}" + (f"; {others}" if others else "")
-    values = {"known": known, "active": active, "forced": forced or None}
     if active != available[0]:
         return Finding(f"{detail}; {available[0]} is faster", "unset SUPERADAM_ISA", values)
     remedy = REBUILD if active == "scalar" or "not compiled" in known.values() else ""
