@@ -126,9 +126,8 @@ def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple
     optimizer = arguments.unwrapped(optimizer)
     optimizer._adopt_sampled_writes()
     with optimizer._encoded():
-        parameters = parameters_of(optimizer)
         state = optimizer.state_dict()["state"]
-        entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters)}
+        entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters_of(optimizer))}
     named: dict[str, tuple[Tensor, Any]] = {}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
