@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from superadam.cli.plan.operations import operations
@@ -63,14 +63,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """A change that fits and trains faster: its factor of tokens per second."""
-
-    words: str
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """Everything about one model, setting and machine."""
 
@@ -81,7 +73,7 @@ class Answer:
     memory: Memory
     timings: Sequence[Timing]
     remedies: Sequence[Remedy]
-    gains: Sequence[Gain]
+    gains: Mapping[str, float]  # factors of tokens per second, by the change in words
 
     @property
     def kind_of_memory(self) -> Kind:
@@ -149,8 +141,8 @@ def hides_from(rates: Rates, work: Work) -> float:
     return high
 
 
-def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activations, now: Timing) -> list[Gain]:
-    """Return changes that fit and raise tokens per second from what they are now, the largest gain first."""
+def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activations, now: Timing) -> dict[str, float]:
+    """Return changes that fit, and by what they multiply the tokens per second of now, the largest gain first."""
     changes = [(replace(setting, sequences=k * setting.sequences), f"--batch {k * setting.sequences}") for k in (2, 4)]
     if setting.micro_batches > 1:
         fewer = replace(setting, sequences=setting.sequences * setting.micro_batches, micro_batches=1)
@@ -159,7 +151,7 @@ def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activa
         changes.append((replace(setting, checkpointing=False), "--no-checkpointing"))
     if (setting.moments, setting.master) == ("fp32", "fp32"):
         changes.append((replace(setting, moments="bf16", master="24bit"), "--moments bf16 --master 24bit"))
-    gains = []
+    gains = {}
     for changed, words in changes:
         if changed.sequences * changed.tokens > MOST_TOKENS:
             continue
@@ -169,8 +161,8 @@ def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activa
             continue
         then = timing_of(subject, changed, machine, memory, now.efficiency)
         if (factor := then.tokens_per_second / now.tokens_per_second) > 1 + LEAST_GAIN:
-            gains.append(Gain(words, factor))
-    return sorted(gains, key=lambda gain: -gain.factor)
+            gains[words] = factor
+    return dict(sorted(gains.items(), key=lambda gain: -gain[1]))
 
 
 def answer_for(
@@ -191,7 +183,7 @@ def answer_for(
     memory = memory_of(subject, setting, machine, found)
     chosen = EFFICIENCIES if efficiency is None else (efficiency,)
     if not memory.trains:
-        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), [])
+        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), {})
     timings = [timing_of(subject, setting, machine, memory, each) for each in chosen]
-    gains = gains_of(subject, setting, machine, found, timings[len(timings) // 2]) if looks_for_gains else []
+    gains = gains_of(subject, setting, machine, found, timings[len(timings) // 2]) if looks_for_gains else {}
     return Answer(name, machine, setting, subject, memory, timings, [], gains)

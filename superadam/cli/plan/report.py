@@ -150,8 +150,8 @@ def notes(answer: Answer) -> Iterator[str]:
     yield "No mark: exact, from shapes. m, p, a: from the machine's file or this command, measured, published, assumed."
     if answer.timings:
         yield "Times are the machine's by its file; --gpu-efficiency replaces the range, once you have measured it."
-    for gain in answer.gains:
-        yield f"{gain.words} would make {gain.factor:.2f} times the tokens per second"
+    for words, factor in answer.gains.items():
+        yield f"{words} would make {factor:.2f} times the tokens per second"
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
@@ -189,5 +189,5 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "verdict": list(verdict(answer)),
         "remedies": [remedy.words for remedy in answer.remedies],
         "times": [*map(times, answer.timings)],
-        "gains": [{"words": gain.words, "factor": marked(gain.factor, weak)} for gain in answer.gains],
+        "gains": [{"words": words, "factor": marked(factor, weak)} for words, factor in answer.gains.items()],
     }
