@@ -40,7 +40,7 @@ def to_json(environment: Mapping[str, Any], results: Results) -> dict[str, Any]:
                 "threads": row.contest.threads,
                 "tensors": row.contest.tensors,
                 "numel": row.contest.numel,
-                **report.comparison_as_json(row.comparison),
+                **asdict(row.comparison),
             }
             for row in results.contests
         ],

@@ -35,7 +35,7 @@ def test_pairs_alternate_both_sides_are_warmed_alike_and_what_goes_before_a_run_
     ours, theirs, renew, other = (clock.action(name, itertools.repeat(1.0)) for name in "abxy")
     found = compare(ours, theirs, 4, before=(renew, other), clock=clock)
     assert "".join(clock.log) == "xayb" * WARM_UPS + ("xayb" + "ybxa") * 2
-    assert (found.first.median, found.second.median) == (1.0, 1.0)
+    assert (found.seconds.median, found.against_seconds.median) == (1.0, 1.0)
 
 
 def test_a_ratio_is_of_the_same_pair():
@@ -45,7 +45,7 @@ def test_a_ratio_is_of_the_same_pair():
     theirs = clock.action("b", iter([9.0] * WARM_UPS + [2 * seconds for seconds in drift]))
     found = compare(ours, theirs, len(drift), clock=clock)
     assert found.ratio == Spread(0.5, 0.5, 0.5)
-    assert (found.first.median, found.second.median, found.pairs) == (4.0, 8.0, 5)
+    assert (found.seconds.median, found.against_seconds.median, found.pairs) == (4.0, 8.0, 5)
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30))
@@ -176,7 +176,7 @@ def test_every_pass_is_measured_in_every_setting(way, isa):
         assert row.setting == setting
         assert row.numel == 2 * native.CHUNK
         assert row.comparison.pairs == 2
-        assert row.bytes_per_second * row.comparison.first.median == pytest.approx(row.numel * row.bytes_per_element)
+        assert row.bytes_per_second * row.comparison.seconds.median == pytest.approx(row.numel * row.bytes_per_element)
         assert 0 < row.comparison.ratio.lower <= row.comparison.ratio.median <= row.comparison.ratio.upper
 
 

@@ -40,13 +40,13 @@ class Comparison:
     Attributes:
         pairs: number of runs of each.
         ratio: time of `first` over time of `second` in the same pair; below 1 where `first` is faster.
-        first, second: seconds per run.
+        seconds, against_seconds: of a run of each.
     """
 
     pairs: int
     ratio: Spread
-    first: Spread
-    second: Spread
+    seconds: Spread
+    against_seconds: Spread
 
 
 def _nothing() -> None:

@@ -71,7 +71,7 @@ class PassResult:
     @property
     def bytes_per_second(self) -> float:
         """What the pass moved, by its median time."""
-        return self.numel * self.bytes_per_element / self.comparison.first.median
+        return self.numel * self.bytes_per_element / self.comparison.seconds.median
 
 
 def action(arrays: PassArrays, which: Pass, setting: Setting, *, with_norm: bool) -> Action:

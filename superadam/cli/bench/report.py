@@ -47,16 +47,6 @@ def processor_name(host: Host) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def comparison_as_json(found: Comparison) -> dict[str, Any]:
-    """Return the ratio of the pairs, and the seconds of both sides."""
-    return {
-        "pairs": found.pairs,
-        "ratio": asdict(found.ratio),
-        "seconds": asdict(found.first),
-        "against_seconds": asdict(found.second),
-    }
-
-
 def pass_as_json(row: PassResult) -> dict[str, Any]:
     """Return a row as plain values: seconds, bytes, elements and ratios."""
     return {
@@ -69,7 +59,7 @@ def pass_as_json(row: PassResult) -> dict[str, Any]:
         "bytes_per_element": row.bytes_per_element,
         "bytes_per_second": row.bytes_per_second,
         "floor": asdict(row.floor),
-        **comparison_as_json(row.comparison),
+        **asdict(row.comparison),
     }
 
 
@@ -105,7 +95,7 @@ def add_section(table: Table, title: str) -> None:
 
 def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float | None = None) -> None:
     """Add a comparison to the present group."""
-    value, ratio = 1e3 * found.first.median, found.ratio
+    value, ratio = 1e3 * found.seconds.median, found.ratio
     digits = 2 if ratio.median >= 0.1 else 3
     table.add_row(
         f"  {name}",

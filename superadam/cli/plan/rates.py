@@ -53,7 +53,7 @@ def rates_of(machine: Machine, storage: Storage = PLAIN) -> Rates:
 
 def measured(base: Machine, rows: Iterable[PassResult], host_bytes: int, source: str) -> Machine:
     """Return a machine with measured passes over fp32 state, of which `rows` has all, and this host's memory."""
-    seconds = {(row.which, row.with_norm): row.comparison.first.median / row.numel for row in rows}
+    seconds = {(row.which, row.with_norm): row.comparison.seconds.median / row.numel for row in rows}
     passes = {name: Rate(seconds[which, name in WITH_NORM], Kind.MEASURED, source) for name, which in PASSES.items()}
     memory = Rate(host_bytes, Kind.MEASURED, source)
     return replace(base, title=f"{base.title}, with this CPU", passes=passes, host_memory=memory)
