@@ -11,20 +11,9 @@ from superadam.cli.plan.rates import rates_of
 from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
 from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
-from superadam.plan.activations import Activations
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
-from superadam.plan.memory import (
-    MOST_TOKENS,
-    SIZE,
-    Memory,
-    Setting,
-    Subject,
-    activations_for,
-    memory_of,
-    placement_of,
-    total,
-)
+from superadam.plan.memory import MOST_TOKENS, SIZE, Memory, Setting, Subject, memory_of, placement_of, total
 
 EFFICIENCIES = (0.45, 0.55, 0.65)
 """Shares of the GPU's peak at which the model may compute: nothing but a measurement tells which."""
@@ -141,7 +130,7 @@ def hides_from(rates: Rates, work: Work) -> float:
     return high
 
 
-def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activations, now: Timing) -> dict[str, float]:
+def gains_of(subject: Subject, setting: Setting, machine: Machine, now: Timing) -> dict[str, float]:
     """Return changes that fit, and by what they multiply the tokens per second of now, the largest gain first."""
     changes = [(replace(setting, sequences=k * setting.sequences), f"--batch {k * setting.sequences}") for k in (2, 4)]
     if setting.micro_batches > 1:
@@ -155,8 +144,7 @@ def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activa
     for changed, words in changes:
         if changed.sequences * changed.tokens > MOST_TOKENS:
             continue
-        is_same = (changed.sequences, changed.checkpointing) == (setting.sequences, setting.checkpointing)
-        memory = memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed))
+        memory = memory_of(subject, changed, machine)
         if not memory.trains:
             continue
         then = timing_of(subject, changed, machine, memory, now.efficiency)
@@ -179,11 +167,10 @@ def answer_for(
     Raises:
         UnplannableError: the model's memory cannot be found out.
     """
-    found = activations_for(subject, setting)
-    memory = memory_of(subject, setting, machine, found)
+    memory = memory_of(subject, setting, machine)
     chosen = EFFICIENCIES if efficiency is None else (efficiency,)
     if not memory.trains:
-        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), {})
+        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine), {})
     timings = [timing_of(subject, setting, machine, memory, each) for each in chosen]
-    gains = gains_of(subject, setting, machine, found, timings[len(timings) // 2]) if looks_for_gains else {}
+    gains = gains_of(subject, setting, machine, timings[len(timings) // 2]) if looks_for_gains else {}
     return Answer(name, machine, setting, subject, memory, timings, [], gains)
