@@ -19,7 +19,7 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from measures import contests, options, peers, report
 
-from superadam.cli.bench.report import Environment
+from superadam.cli.bench.report import environment, line_of
 from superadam.cli.usage import count
 from superadam.kernels import native
 
@@ -55,13 +55,13 @@ def main(words: Sequence[str] | None = None) -> int:
             else:
                 results.contests.append(result)
             status.update(f"{len(results.contests)} of {len(chosen)} comparisons")
-    console, environment = Console(), Environment.here()
-    console.print(environment.in_words(), highlight=False)
+    console, here = Console(), environment()
+    console.print(line_of(here), highlight=False)
     console.print(report.to_table(results))
     for line in report.notes(results, asked.pairs):
         console.print(line, style="dim", highlight=False)
     if asked.json is not None:
-        asked.json.write_text(report.to_text(report.to_json(environment, results)))
+        asked.json.write_text(report.to_text(report.to_json(here, results)))
     return 0
 
 

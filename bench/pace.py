@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from measures import options, pacing, pacing_report
 
 from superadam.cli.bench.arrays import HYPERPARAMETERS
-from superadam.cli.bench.report import Environment
+from superadam.cli.bench.report import environment
 from superadam.cli.usage import count, share
 from superadam.kernels import native
 
@@ -95,14 +95,14 @@ def main(words: Sequence[str] | None = None) -> int:
         for row in pacing.measure(asked.parameters, asked.layers, asked.ratios, settings):
             rows.append(row)
             status.update(f"{row.ratio:g} x Adam")
-    console, environment = Console(), Environment.here()
-    where = f"{asked.threads} threads of {environment.processor}"
+    console, here = Console(), environment()
+    where = f"{asked.threads} threads of {here['processor']}"
     console.print(f"superadam on a clock with the rates of an H200, {where}", highlight=False)
     console.print(pacing_report.to_table(rows))
     for line in pacing_report.notes(rows, settings):
         console.print(line, style="dim", highlight=False)
     if asked.json is not None:
-        found = pacing_report.to_json(environment, settings, rows)
+        found = pacing_report.to_json(here, settings, rows)
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 

@@ -275,8 +275,9 @@ def expectation(name: str) -> tuple[str, str]:
     (timing,), memory = answer.timings, answer.memory
     gpu, host = max(map(total, memory.gpu.values())) / GIGA, total(memory.host[TRAINING]) / GIGA
     resuming = total(memory.host[RESUMING]) / GIGA
-    state = "fp32" if preset.moments == preset.master == "fp32" else f"{preset.moments}, {preset.master}"
-    shape = f"{preset.ranks} x {preset.sequences} x {preset.tokens}"
+    setting = preset.setting
+    state = "fp32" if setting.moments == setting.master == "fp32" else f"{setting.moments}, {setting.master}"
+    shape = f"{setting.ranks} x {setting.sequences} x {setting.tokens}"
     row = (
         f"| `{name}` | {preset.machine} | {shape} | {state} | {gpu:.0f} of {memory.gpu_limit / GIGA:.0f} "
         f"| {host:.0f} of {memory.host_limit / GIGA:.0f} | {resuming:.0f} "

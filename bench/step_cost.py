@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from measures.contests import FLOOR, MANY_NUMEL, Task
 from measures.peers import PEERS
 
-from superadam.cli.bench.report import Environment
+from superadam.cli.bench.report import line_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "step_cost.md"
 FIGURES = re.compile(r"(?<=<!-- figures: python bench/step_cost.py -->\n).*(?=<!-- end of figures -->)", re.DOTALL)
@@ -184,7 +184,7 @@ def page(costs: StepCosts, picture: str, result: str) -> str:
 
 def _conditions(costs: StepCosts, result: str) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in costs.content["packages"].items() if name != "torch")
-    where = Environment(**costs.content["environment"]).in_words() + (f", {packages}" if packages else "")
+    where = line_of(costs.content["environment"]) + (f", {packages}" if packages else "")
     policy = costs.content["openmp"].get("OMP_WAIT_POLICY", "not set")
     pairs = " or ".join(map(str, _unique(row["pairs"] for row in costs.rows)))
     return (

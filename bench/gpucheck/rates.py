@@ -221,7 +221,7 @@ def pass_rates(numel: int, rounds: int) -> Iterator[Rate]:
     compared = compare(
         *(passes.action(arrays, which, setting, with_norm=which is not Pass.UPDATE) for which in chosen), rounds
     )
-    for which, spread in zip(chosen, (compared.first, compared.second), strict=True):
+    for which, spread in zip(chosen, (compared.seconds, compared.against_seconds), strict=True):
         moved = numel * bytes_per_element(which, *passes.DTYPES)
         words = f"CPU, {which.name.lower().replace('_', ' ')}, {setting.threads} threads"
         yield Rate(words, moved / spread.median / 1e9, elements_per_second=numel / spread.median)

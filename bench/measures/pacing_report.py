@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.table import Table
 from measures.gradient_norms import MAX_NORM
 from measures.paced_device import H200
 from measures.pacing import CLIP_EVERY, Row, Settings, SideResult
-from superadam.cli.bench.report import Environment, in_words
+from superadam.cli.bench.report import in_words
 from superadam.cli.console import new_table
 
 _NAMES = {
@@ -83,10 +83,10 @@ def notes(rows: Sequence[Row], settings: Settings) -> list[str]:
     ]
 
 
-def to_json(environment: Environment, settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+def to_json(environment: Mapping[str, Any], settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
     """Return all results as plain values in seconds, bytes per second and elements."""
     return {
-        "environment": dataclasses.asdict(environment),
+        "environment": environment,
         "rates": dataclasses.asdict(H200),
         "clipped": settings.clipped,
         "rows": [dataclasses.asdict(row) | {"best": row.best.placement} for row in rows],

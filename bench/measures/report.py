@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,10 +25,10 @@ class Results:
     left_out: list[LeftOut] = field(default_factory=list)
 
 
-def to_json(environment: report.Environment, results: Results) -> dict[str, Any]:
+def to_json(environment: Mapping[str, Any], results: Results) -> dict[str, Any]:
     """Return everything as plain values: seconds, bytes, elements and ratios."""
     return {
-        "environment": asdict(environment),
+        "environment": environment,
         "packages": versions(results.peers),
         "openmp": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "GOMP_"))},
         "left_out": [asdict(each) for each in results.left_out],
@@ -40,7 +40,7 @@ def to_json(environment: report.Environment, results: Results) -> dict[str, Any]
                 "threads": row.contest.threads,
                 "tensors": row.contest.tensors,
                 "numel": row.contest.numel,
-                **report.comparison_as_json(row.comparison),
+                **asdict(row.comparison),
             }
             for row in results.contests
         ],

@@ -65,19 +65,6 @@ def lock(path: Path, seconds: float, stack: ExitStack) -> None:
     file = stack.enter_context(open(path, "a", opener=_opened_at_once))  # noqa: SIM115 - it does
     stack.callback(_unlock, file)
     _held.add(file)
-    _take(file, seconds)
-
-
-def _unlock(file: IO[str]) -> None:
-    if not file.closed:  # as it is in a forked child
-        fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that Python did not fork
-
-
-def _opened_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe would wait for a reader
-
-
-def _take(file: IO[str], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -87,3 +74,12 @@ def _take(file: IO[str], seconds: float) -> None:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(min(0.1, seconds))
+
+
+def _unlock(file: IO[str]) -> None:
+    if not file.closed:  # as it is in a forked child
+        fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that Python did not fork
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe would wait for a reader

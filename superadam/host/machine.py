@@ -16,17 +16,14 @@ def _run(words: Sequence[str]) -> str:
     return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True).stdout
 
 
-def _affinity() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(os.getpid()))  # of the first thread; others may be bound near a GPU
-
-
 @dataclass(frozen=True, slots=True)
 class Host:
     """A machine; `run` runs a program and returns what it prints, or raises OSError or subprocess.SubprocessError."""
 
     root: Path = Path("/")  # of its file system
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    affinity: frozenset[int] = field(default_factory=_affinity)  # CPUs that this process may run on
+    # CPUs that this process may run on: those of its first thread, as others may be bound near a GPU
+    affinity: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(os.getpid())))
     run: Callable[[Sequence[str]], str] = _run
     process: int = field(default_factory=os.getpid)
 

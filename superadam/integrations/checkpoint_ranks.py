@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sized
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -60,9 +60,8 @@ class CheckpointRanks:
 
     def on_first(self, work: Callable[[], _T]) -> _T:
         """Return on every rank what `work` returns on rank 0; raises CheckpointError where it raised."""
-        results: list[_T] = []
-        self.run(lambda: results.append(work()) if self.rank == 0 else None)
-        return self.gather(results)[0][0]
+        results: list[Any] = self.gather(self.run(lambda: work() if self.rank == 0 else None))
+        return cast(_T, results[0])
 
     def require_shared(self, path: Path) -> str | None:
         """Return what rank 0 sees at a path of a folder of checkpoints.

@@ -136,8 +136,7 @@ def _require_memory(name: str, tensor: Tensor) -> None:
 
 
 def _place(plain: Tensor) -> object:
-    storage = storage_key(plain.untyped_storage()), int(plain.storage_offset())
-    return *storage, plain.dtype, plain.shape, plain.stride()
+    return storage_key(plain.untyped_storage()), int(plain.storage_offset()), plain.dtype, plain.shape, plain.stride()
 
 
 class Planner(DefaultSavePlanner):
@@ -147,10 +146,8 @@ class Planner(DefaultSavePlanner):
     given back when the next one is asked for.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: Mapping[str, Value] = {}  # which it gives instead of what DCP has planned
-        self._made: Tensor | None = None
+    _values: Mapping[str, Value]  # which it gives instead of what DCP has planned
+    _made: Tensor | None = None
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Plan the tensors of a checkpoint, of which DCP sees those that are encoded without memory."""

@@ -274,14 +274,13 @@ def check_template(tokenizer: Any, example: Mapping[str, Any] | None, training: 
 
     `example` is of text or None where none is a conversation; `training` is TRL's `SFTConfig`. Raises RefusedError.
     """
-    path = training.chat_template_path
-    if path is not None and not os.path.exists(path) and path.endswith((".jinja", ".j2")):
-        raise RefusedError(f"there is no chat template {path}; correct --chat_template_path")
-    template = tokenizer.chat_template
-    if path and path.endswith((".jinja", ".j2")):
+    path, template = training.chat_template_path, tokenizer.chat_template
+    if path is not None:
+        if not path.endswith((".jinja", ".j2")):
+            return  # of another model, whose tokenizer TRL loads
+        if not os.path.exists(path):
+            raise RefusedError(f"there is no chat template {path}; correct --chat_template_path")
         template = attempt(Path(path).read_text, f"{path} cannot be read", "correct --chat_template_path")
-    if path is not None and template is tokenizer.chat_template:
-        return  # of another model, whose tokenizer TRL loads
     if example is None or not _conversation(example):
         if training.assistant_only_loss:
             raise RefusedError("--assistant_only_loss needs messages, which no line has; leave it out")

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -126,9 +126,8 @@ def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple
     optimizer = arguments.unwrapped(optimizer)
     optimizer._adopt_sampled_writes()
     with optimizer._encoded():
-        parameters = parameters_of(optimizer)
         state = optimizer.state_dict()["state"]
-        entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters)}
+        entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters_of(optimizer))}
     named: dict[str, tuple[Tensor, Any]] = {}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -141,10 +140,8 @@ def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple
 def _part(parameter: Any, master: Tensor | Encoded) -> Any:
     """Return a tensor at least in fp32 if it is of floats, distributed as the parameter is."""
     if isinstance(master, Encoded):
-        local = torch.empty_like(master.like, device="cpu")
-        master.decode(local)
-    else:
-        local = shards.local_of(master.detach())
+        master = replace(master, parameter=None).decoded()
+    local = shards.local_of(master.detach())
     if local.is_floating_point() and local.itemsize < 4:
         local = local.float()
     if shards.is_distributed(parameter):

@@ -13,7 +13,7 @@ from superadam.host.memory import HostMemory, gigabytes
 from superadam.integrations.remedies import remedies
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind, Rate
-from superadam.plan.memory import Setting, Subject, activations_for, memory_of
+from superadam.plan.memory import Setting, Subject, memory_of
 
 
 def setting_of(training: Any, moments: str, master: str) -> Setting:
@@ -39,21 +39,20 @@ def check_memory(config: PreTrainedConfig, setting: Setting, gpu_bytes: int, hos
     host = host or Host()
     try:
         share = HostMemory.of(host).limit // local_rank(host).count
+        machine = replace(
+            machines.read("h100"),
+            gpu_memory=Rate(gpu_bytes, Kind.MEASURED, "this GPU"),
+            host_memory=Rate(share, Kind.MEASURED, "this host"),
+        )
         subject = Subject.of(config)
-        found = activations_for(subject, setting)
+        memory = memory_of(subject, setting, machine)
     except (UnplannableError, OSError, ValueError):
         return
-    machine = replace(
-        machines.read("h100"),
-        gpu_memory=Rate(gpu_bytes, Kind.MEASURED, "this GPU"),
-        host_memory=Rate(share, Kind.MEASURED, "this host"),
-    )
-    memory = memory_of(subject, setting, machine, found)
     if memory.trains:
         return
     place, stage, size, limit = memory.problems[0]
     where = "" if place == "host" else f" at {stage}"
-    fits = [fit.setting for fit in remedies(subject, setting, machine, found) if fit.setting.flows == setting.flows]
+    fits = [fit.setting for fit in remedies(subject, setting, machine) if fit.setting.flows == setting.flows]
     advice = f"choose {' or '.join(_options(changed, setting) for changed in fits)}"
     if not fits:
         advice = "no option of this program suffices: train a smaller model, or shorter sequences (--max_length)"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from superadam.plan.activations import Activations
 from superadam.plan.machines import Machine
-from superadam.plan.memory import Memory, Setting, Subject, activations_for, memory_of
+from superadam.plan.memory import Memory, Setting, Subject, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +21,11 @@ SMALLER = (("bf16", "24bit"), ("8bit", "24bit"))
 """Formats of state that are tried, in this order."""
 
 
-def remedies(subject: Subject, setting: Setting, machine: Machine, found: Activations) -> list[Remedy]:
+def remedies(subject: Subject, setting: Setting, machine: Machine) -> list[Remedy]:
     """Return changes with which training fits, each by itself; where none does, two or three together."""
 
     def tried(changed: Setting, words: str) -> Remedy | None:
-        same = ("sequences", "tokens", "loss", "checkpointing")
-        is_same = all(getattr(changed, name) == getattr(setting, name) for name in same)
-        memory = memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed))
+        memory = memory_of(subject, changed, machine)
         return Remedy(words, changed, memory) if memory.trains else None
 
     def each(base: Setting, before: str = "") -> list[Remedy]:

@@ -19,7 +19,6 @@ from superadam.host.memory import gigabytes
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim.arguments import checked_storage, parameters_of, without_wrapper
-from superadam.step.outcome import Statistics
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -152,8 +151,6 @@ class OffloadCallback(TrainerCallback):
         self._is_training = False
         self._options = scheduler_options
         self._storage = storage
-        self._logged = Statistics()
-        self._began = Statistics()
         self._mapping = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -119,13 +119,9 @@ class ZeroCheckpoint:
                 raise CheckpointError(f"{path} holds {type(values).__name__}, expected a tensor; it is damaged")
             return values
         number, pieces = self.places[name], []
+        masters = "fp32_flat_groups" if self._is_cut else "single_partition_of_fp32_groups"
         for rank, (shard, adam) in enumerate(zip(self._shards, self._adam, strict=True)):
-            if key != "fp32":
-                flat = adam["state"][number][key]
-            elif "fp32_flat_groups" in shard:
-                flat = shard["fp32_flat_groups"][number]
-            else:
-                flat = shard["single_partition_of_fp32_groups"][number]
+            flat = shard[masters][number] if key == "fp32" else adam["state"][number][key]
             begin, size = self._place(rank, number, name)
             pieces.append(flat.narrow(0, begin, size))
         return torch.cat(pieces)[: math.prod(self.shapes[name])]

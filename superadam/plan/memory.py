@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ class Subject:
     parameters: int  # their elements
     unit: int  # elements of the largest layer, which FSDP2 gathers
     root: int  # elements of what belongs to no layer
+    found: dict[object, Activations] = field(default_factory=dict)  # peaks of forward and backward, by setting
 
     @staticmethod
     def of(config: PreTrainedConfig) -> Subject:
@@ -137,15 +138,20 @@ def placement_of(subject: Subject, setting: Setting) -> Placement:
 
 
 def activations_for(subject: Subject, setting: Setting) -> Activations:
-    """Return the peaks of forward and backward; raises `UnplannableError`."""
+    """Return the peaks of forward and backward, which are looked for once; raises `UnplannableError`."""
     if (tokens := setting.sequences * setting.tokens) > MOST_TOKENS:
         raise UnplannableError(f"a micro-batch has {tokens} tokens, expected {MOST_TOKENS} at most; make it smaller")
     how = {"loss": setting.loss, "checkpointing": setting.checkpointing}
-    return activations_of(subject.config, subject.parameters, setting.sequences, setting.tokens, **how)
+    key = setting.sequences, setting.tokens, *how.values()
+    if key not in subject.found:
+        found = activations_of(subject.config, subject.parameters, setting.sequences, setting.tokens, **how)
+        subject.found[key] = found
+    return subject.found[key]
 
 
-def memory_of(subject: Subject, setting: Setting, machine: Machine, found: Activations) -> Memory:
-    """Return what training takes; `found` has the peaks of forward and backward with this setting."""
+def memory_of(subject: Subject, setting: Setting, machine: Machine) -> Memory:
+    """Return what training takes; raises `UnplannableError`."""
+    found = activations_for(subject, setting)
     placement, shards = placement_of(subject, setting), subject.shards(setting.ranks)
     mine = SIZE * sum(shard.numel() for shard in shards.values())
     bucket, largest = SIZE * placement.bucket_numel, SIZE * max(shard.numel() for shard in shards.values())

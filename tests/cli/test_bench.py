@@ -35,7 +35,7 @@ def test_pairs_alternate_both_sides_are_warmed_alike_and_what_goes_before_a_run_
     ours, theirs, renew, other = (clock.action(name, itertools.repeat(1.0)) for name in "abxy")
     found = compare(ours, theirs, 4, before=(renew, other), clock=clock)
     assert "".join(clock.log) == "xayb" * WARM_UPS + ("xayb" + "ybxa") * 2
-    assert (found.first.median, found.second.median) == (1.0, 1.0)
+    assert (found.seconds.median, found.against_seconds.median) == (1.0, 1.0)
 
 
 def test_a_ratio_is_of_the_same_pair():
@@ -45,7 +45,7 @@ def test_a_ratio_is_of_the_same_pair():
     theirs = clock.action("b", iter([9.0] * WARM_UPS + [2 * seconds for seconds in drift]))
     found = compare(ours, theirs, len(drift), clock=clock)
     assert found.ratio == Spread(0.5, 0.5, 0.5)
-    assert (found.first.median, found.second.median, found.pairs) == (4.0, 8.0, 5)
+    assert (found.seconds.median, found.against_seconds.median, found.pairs) == (4.0, 8.0, 5)
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30))
@@ -82,8 +82,8 @@ READ_ONLY = {
 }
 
 
-FORMATS = [Storage(moments, master).format for moments in Moments for master in Master]
-KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, form) for form in FORMATS[1:])]
+STORED = [Storage(moments, master) for moments in Moments for master in Master]
+KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, way.format) for way in STORED[1:])]
 
 
 @pytest.mark.covering(1)
@@ -91,17 +91,17 @@ KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, form
 @pytest.mark.parametrize("which", READ_ONLY)
 def test_traffic_reads_everything_and_leaves_the_state_alone(which, dtype, form):
     arrays = PassArrays(NUMEL, dtype, SETTINGS[dtype], form)
-    before = {name: array.copy() for name, array in arrays.items()}
+    before = {name: array.copy() for name, array in arrays.by_name.items()}
     read = [before[name].view(np.uint32) for name in READ_ONLY[which] if name in before]
     expected = sum(int(array.sum(dtype=np.uint64)) for array in read) % 2**32
     writes_out = which in (Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
     for variant in floor.variants(which, arrays.out_dtype, form):
-        arrays["out"][:] = before["out"]
+        arrays.by_name["out"][:] = before["out"]
         assert floor.action(arrays, which, variant, 2)() == expected, variant
         for name in before.keys() - {"out"}:
-            np.testing.assert_array_equal(arrays[name], before[name], err_msg=f"{name} {variant}")
+            np.testing.assert_array_equal(arrays.by_name[name], before[name], err_msg=f"{name} {variant}")
         written = 0x3F80 if writes_out else before["out"].view(np.uint16)
-        np.testing.assert_array_equal(arrays["out"].view(np.uint16), written)
+        np.testing.assert_array_equal(arrays.by_name["out"].view(np.uint16), written)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -111,11 +111,11 @@ def test_traffic_ends_where_the_arrays_end(threads):
     arrays = PassArrays((chunks + 1) * native.CHUNK, Dtype.FLOAT32, Dtype.BFLOAT16)
     table = arrays.segments(with_norm=False)
     table["length"] = chunks * native.CHUNK
-    before = arrays["out"].copy()
+    before = arrays.by_name["out"].copy()
     native.move_like(Pass.UPDATE, table, burst=32, prefetch=0, stream_out=False, stream_state=False, threads=threads)
     end = chunks * native.CHUNK * 2
-    np.testing.assert_array_equal(arrays["out"][:end].view(np.uint16), 0x3F80)
-    np.testing.assert_array_equal(arrays["out"][end:], before[end:])
+    np.testing.assert_array_equal(arrays.by_name["out"][:end].view(np.uint16), 0x3F80)
+    np.testing.assert_array_equal(arrays.by_name["out"][end:], before[end:])
 
 
 MISFITS = [
@@ -137,14 +137,14 @@ MISFITS = [
 
 def test_traffic_that_does_not_fit_is_refused():
     arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
-    before = arrays["out"].copy()
+    before = arrays.by_name["out"].copy()
     how = {"prefetch": 0, "stream_out": False, "stream_state": False}
     for field, value, burst, message in MISFITS:
         table = arrays.segments(with_norm=False)
         table[field] = value
         with pytest.raises(ValueError, match=message):
             native.move_like(Pass.UPDATE, table, burst=burst, **how)
-        np.testing.assert_array_equal(arrays["out"], before)
+        np.testing.assert_array_equal(arrays.by_name["out"], before)
     with pytest.raises(ValueError, match="exactly one entry"):
         native.move_like(Pass.NORM, arrays.segments(with_norm=False).repeat(2), burst=32, **how)
 
@@ -157,18 +157,18 @@ def test_bytes_per_element():
     assert bytes_per_element(Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64) == 64
     others = (2, 4, 2, 6, 4)  # than the state
     times = (0, 1, 2, 2, 2)  # the state is read or written
-    for form in FORMATS:
-        arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, form)
-        state = sum(array.nbytes / NUMEL for name, array in arrays.items() if name in (*STATE, *PLANES))
+    for way in STORED:
+        arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, way.format)
+        state = sum(array.nbytes / NUMEL for name, array in arrays.by_name.items() if name in (*STATE, *PLANES))
         for which, other, count in zip(of_the_design, others, times, strict=True):
-            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + count * state
+            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, way) == other + count * state
         assert arrays.coefficients["turn"] != 0
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_pass_is_measured_in_every_setting(form, isa):
-    setting = Setting(isa, 2, form)
+@pytest.mark.parametrize("way", STORED)
+def test_every_pass_is_measured_in_every_setting(way, isa):
+    setting = Setting(isa, 2, way)
     rows = list(passes.measure(2 * native.CHUNK - 5, setting, 2))
     assert [(row.which, row.with_norm) for row in rows] == list(passes.PASSES)
     assert len({row.name for row in rows}) == len(rows)
@@ -176,7 +176,7 @@ def test_every_pass_is_measured_in_every_setting(form, isa):
         assert row.setting == setting
         assert row.numel == 2 * native.CHUNK
         assert row.comparison.pairs == 2
-        assert row.bytes_per_second * row.comparison.first.median == pytest.approx(row.numel * row.bytes_per_element)
+        assert row.bytes_per_second * row.comparison.seconds.median == pytest.approx(row.numel * row.bytes_per_element)
         assert 0 < row.comparison.ratio.lower <= row.comparison.ratio.median <= row.comparison.ratio.upper
 
 

@@ -42,8 +42,8 @@ def fresh_native(monkeypatch):
 @pytest.mark.parametrize("is_here", [True, False], ids=["this machine", "one without any file"])
 def test_every_probe_says_why_it_is_unknown_and_how_it_could_be_better(tmp_path, is_here):
     findings = diagnose(Host() if is_here else machine(tmp_path))
-    assert [finding.name for finding in findings] == [name for name, _ in PROBES]
-    for finding in findings:
+    assert [*findings] == [*PROBES]
+    for finding in findings.values():
         assert is_here or finding.status is not Status.BROKEN, finding
         assert len(finding.detail) > (10 if finding.status is Status.UNKNOWN else 0), finding
         assert bool(finding.remedy) == (finding.status in (Status.BETTER, Status.BROKEN)), finding
@@ -60,8 +60,8 @@ READ_FILES.append("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_no_file_content_crashes_a_probe(tmp_path_factory, texts):
     files = dict(zip(READ_FILES, (text.encode(errors="replace").decode() for text in texts), strict=True))
     host = machine(tmp_path_factory.mktemp("machine"), files, programs={"nvidia-smi": texts[0]})
-    cheap = [(name, probe) for name, probe in PROBES if name != "memory bandwidth"]
-    assert [finding.name for finding in diagnose(host, cheap)] == [name for name, _ in cheap]
+    cheap = {name: probe for name, probe in PROBES.items() if name != "memory bandwidth"}
+    assert [*diagnose(host, cheap)] == [*cheap]
 
 
 HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -269,11 +269,11 @@ def test_triton_is_missed_only_with_a_gpu(tmp_path, monkeypatch):
     assert software.triton_version(machine(tmp_path)).remedy == "pip install triton"
 
 
-FINDINGS = [
-    Finding("one", Status.OK, "a detail that is long enough to be wrapped once or twice " * 3, values={"n": 1}),
-    Finding("two", Status.BETTER, "slow", "export FASTER=1"),
-    Finding("three [b]", Status.BROKEN, "wrong [/b]", "unset WRONG"),
-]
+FINDINGS = {
+    "one": Finding("a detail that is long enough to be wrapped once or twice " * 3, values={"n": 1}),
+    "two": Finding("slow", "export FASTER=1"),
+    "three [b]": Finding("wrong [/b]", "unset WRONG", fault=Status.BROKEN),
+}
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -310,10 +310,10 @@ def probe(name):
         sources[name]()
         if fails:
             raise RuntimeError(name)
-        return Finding(name, Status.BROKEN, "noisy")
+        return Finding("noisy", fault=Status.BROKEN)
     return look
 
-diagnosis.diagnose.__defaults__ = (tuple((name, probe(name)) for name in sources),)
+diagnosis.diagnose.__defaults__ = ({name: probe(name) for name in sources},)
 for fails, status in ((True, 0), (False, 1), (False, 1)):
     assert main.main(["doctor", "--json"]) == status
 """

@@ -123,19 +123,20 @@ def test_architectures_of_presets(tmp_path, config):
 def test_presets(name):
     """They are what finetune.py reads, and the models that they name are those that were published."""
     preset = PRESETS[name]
+    setting = preset.setting
     parser = TrlParser((FineTuning, ScriptArguments, SFTConfig, ModelConfig))
     path = EXAMPLES / "presets" / f"{name}.yaml"
     arguments, script, training, model = parser.parse_args_and_config(["--config", str(path), "--use_cpu"])
     assert name.removesuffix("-24gb") in model.model_name_or_path.lower()
-    assert (arguments.moments, arguments.master) == (preset.moments, preset.master)
+    assert (arguments.moments, arguments.master) == (setting.moments, setting.master)
     assert script.dataset_name is None
-    assert training.per_device_train_batch_size == preset.sequences
-    assert training.gradient_accumulation_steps == preset.micro_batches
-    assert (training.max_length, training.activation_checkpointing, training.loss_type) == (preset.tokens, True, "nll")
+    assert training.per_device_train_batch_size == setting.sequences
+    assert training.gradient_accumulation_steps == setting.micro_batches
+    assert (training.max_length, training.activation_checkpointing, training.loss_type) == (setting.tokens, True, "nll")
     assert (model.dtype, training.bf16, training.optim) == ("bfloat16", False, "adamw_torch_fused")
     assert row(name, preset) in (EXAMPLES.parent / "docs" / "presets.md").read_text()
-    needs_launch = f"--config_file examples/presets/fsdp2.yaml --num_processes {preset.ranks} " in path.read_text()
-    assert needs_launch is (preset.ranks > 1)
+    needs_launch = f"--config_file examples/presets/fsdp2.yaml --num_processes {setting.ranks} " in path.read_text()
+    assert needs_launch is (setting.ranks > 1)
 
 
 def test_presets_are_launched_with_fsdp2():

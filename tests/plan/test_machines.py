@@ -13,9 +13,9 @@ from superadam.cli.bench import passes
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Comparison, Spread
 from superadam.cli.plan.rates import PASSES, measured, seconds_of, to_toml
-from superadam.kernels.native import Format
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind
+from superadam.state.storage import Master, Storage
 
 
 def read_back(machine: machines.Machine, folder: Path) -> machines.Machine:
@@ -61,7 +61,7 @@ def test_bytes_and_arithmetic_decide_on_passes() -> None:
     fast = seconds_of(machine)
     assert fast.speculate < fast.commit < fast.fused
     assert fast.fused == pytest.approx((30 + 4) / machine.cpu_bandwidth.value)
-    assert seconds_of(machine, Format.MASTER_24BIT).fused < fast.fused
+    assert seconds_of(machine, Storage(master=Master.PLANES)).fused < fast.fused
 
 
 @given(

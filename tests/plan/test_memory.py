@@ -15,20 +15,18 @@ from support.presets import PRESETS, peaks_found_once  # noqa: F401
 from superadam.integrations.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
-from superadam.plan.activations import Activations
-from superadam.plan.memory import RESUMING, TRAINING, Memory, Setting, Subject, activations_for, memory_of, total
+from superadam.plan.memory import RESUMING, TRAINING, Memory, Setting, Subject, memory_of, total
 
 pytestmark = pytest.mark.slow
 
-Planned = tuple[Subject, Setting, Memory, Activations]
+Planned = tuple[Subject, Setting, Memory]
 
 
 def planned(name: str, machine: str, **chosen: Any) -> Planned:
     preset = PRESETS[name]
-    setting = replace(Setting(preset.sequences, preset.tokens, ranks=preset.ranks), **chosen)
+    setting = replace(preset.setting, **chosen)
     subject = Subject.of(preset.config)
-    found = activations_for(subject, setting)
-    return subject, setting, memory_of(subject, setting, machines.read(machine), found), found
+    return subject, setting, memory_of(subject, setting, machines.read(machine))
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +35,12 @@ def gpt_oss() -> Planned:
 
 
 def test_whole_logits_of_gpt_oss_are_refused_and_named() -> None:
-    subject, setting, memory, found = planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192, loss="full")
+    subject, setting, memory = planned("gpt-oss-20b", "gh200", sequences=4, tokens=8192, loss="full")
     assert not memory.trains
     place, stage, size, limit = memory.problems[0]
     assert (place, stage, limit) == ("GPU", "head and loss", 96_000_000_000)
     assert round((size - memory.gpu[stage]["context and fragments"]) / 1e9) == 126
-    assert remedies(subject, setting, machines.read("gh200"), found)[0].words == "--loss chunked"
+    assert remedies(subject, setting, machines.read("gh200"))[0].words == "--loss chunked"
 
 
 def test_resuming_gpt_oss_is_refused_where_training_fits(gpt_oss: Planned) -> None:
@@ -56,7 +54,7 @@ def test_resuming_gpt_oss_is_refused_where_training_fits(gpt_oss: Planned) -> No
 
 
 def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: Planned) -> None:
-    subject, _, memory, _ = gpt_oss
+    subject, _, memory = gpt_oss
     each = [needs_of(one, is_on_host=False) for one in subject.model.parameters()]
     host = memory.host[TRAINING]
     assert host["state"] == sum(one.state for one in each)
@@ -78,9 +76,9 @@ def test_measured_categories_replace_those_of_a_plan(gpt_oss: Planned, scales: l
 
 def test_ranks_divide_what_they_shard_and_train_on_tokens_of_their_own() -> None:
     assert Setting(2, 100, micro_batches=3, ranks=4).tokens_of_step == 2400
-    machine, found = machines.read("h200"), Activations(0, 0, 0, 0)
+    machine = machines.read("h200")
     subject = Subject.of(PRESETS["qwen3-30b-a3b"].config)
-    two, four = (memory_of(subject, Setting(ranks=ranks), machine, found) for ranks in (2, 4))
+    two, four = (memory_of(subject, Setting(ranks=ranks), machine) for ranks in (2, 4))
     assert four.host[TRAINING]["state"] == pytest.approx(two.host[TRAINING]["state"] / 2, rel=1e-3)
     layer = (subject.parameters - subject.root) / subject.config.num_hidden_layers
     for memory in (two, four):  # two layers, and what belongs to none, in bf16
@@ -88,20 +86,20 @@ def test_ranks_divide_what_they_shard_and_train_on_tokens_of_their_own() -> None
 
 
 def test_one_memory_holds_both(gpt_oss: Planned) -> None:
-    subject, setting, _, found = gpt_oss
-    memory = memory_of(subject, setting, machines.read("mi300a"), found)
+    subject, setting, _ = gpt_oss
+    memory = memory_of(subject, setting, machines.read("mi300a"))
     assert ("GPU and host", TRAINING) in [problem[:2] for problem in memory.problems]
 
 
 def test_accumulated_gradients_stay_on_the_gpu(gpt_oss: Planned) -> None:
-    subject, setting, memory, found = gpt_oss
-    accumulated = memory_of(subject, replace(setting, micro_batches=2), machines.read("gh200"), found)
+    subject, setting, memory = gpt_oss
+    accumulated = memory_of(subject, replace(setting, micro_batches=2), machines.read("gh200"))
     more = total(accumulated.gpu["forward"]) - total(memory.gpu["forward"])
     assert more == 2 * subject.parameters
 
 
 def test_weights_that_flow_leave_the_gpu() -> None:
-    _, _, memory, _ = planned("phi-4", "rtx4090-workstation", sequences=1, flows=True)
+    _, _, memory = planned("phi-4", "rtx4090-workstation", sequences=1, flows=True)
     assert memory.trains
     assert memory.waiting == 0
     assert memory.gpu["forward"]["weights"] == 0

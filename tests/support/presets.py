@@ -10,7 +10,6 @@ from superadam.offload.needs import needs_of
 from superadam.plan import memory
 from superadam.plan.activations import Activations
 from superadam.plan.models import on_meta
-from superadam.state.storage import Master, Moments, Storage
 
 GIGABYTE = 10**9
 
@@ -18,12 +17,12 @@ PRESETS = presets()
 
 
 def row(name: str, preset: Preset) -> str:
-    storage = Storage(Moments(preset.moments), Master(preset.master))
-    needs = [needs_of(one, is_on_host=False, storage=storage) for one in on_meta(preset.config).parameters()]
+    setting, model = preset.setting, on_meta(preset.config)
+    needs = [needs_of(one, is_on_host=False, storage=setting.storage) for one in model.parameters()]
     state = sum(each.state for each in needs) / GIGABYTE
     link = f"[`{name}`](../examples/presets/{name}.yaml)"
-    size = f"{preset.sequences} x {preset.tokens}"
-    return f"| {link} | {preset.ranks} | {size} | {preset.parameters:,} | {state:.0f} |"
+    size = f"{setting.sequences} x {setting.tokens}"
+    return f"| {link} | {setting.ranks} | {size} | {preset.parameters:,} | {state:.0f} |"
 
 
 _FOUND: dict[Any, Activations] = {}

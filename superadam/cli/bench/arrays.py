@@ -5,7 +5,6 @@ Pointers in the tables are valid only as long as the `PassArrays` lives.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
 from typing import Any
 
 import numpy as np
@@ -75,8 +74,9 @@ class PassArrays:
     """State, two gradients and a working copy of `numel` elements, and the segment that describes them.
 
     With `gradient_dtype` FLOAT64 everything is FLOAT64; `out_dtype` is that of the working copy, `format` that of the
-    state; where moments have 8 bits, `numel` is a multiple of `native.BLOCK`. `sums` and `nonfinite` receive a norm,
-    one entry per chunk; `coefficients` is a table with the one set that every pass uses.
+    state; where moments have 8 bits, `numel` is a multiple of `native.BLOCK`. `by_name` has the bytes of each array
+    by its name in `native.SEGMENT`. `sums` and `nonfinite` receive a norm, one entry per chunk; `coefficients` is a
+    table with the one set that every pass uses.
     """
 
     def __init__(self, numel: int, gradient_dtype: Dtype, out_dtype: Dtype, format: Format = Format.PLAIN) -> None:
@@ -89,7 +89,7 @@ class PassArrays:
         moments = Dtype.BFLOAT16 if Format.MOMENTS_BFLOAT16 in format else state
         generator = np.random.default_rng(0)
         normal = generator.standard_normal(native.CHUNK)
-        self._arrays = {
+        self.by_name = {
             "gradient": _filled(1e-3 * normal, numel, gradient_dtype),
             "accepted_gradient": _filled(1e-3 * normal[::-1], numel, gradient_dtype),
             "master": _filled(normal, numel, state),
@@ -100,13 +100,13 @@ class PassArrays:
         if Format.MOMENTS_8BIT in format:
             exponents = {"exp_avg_exponents": 115, "exp_avg_sq_exponents": 107}  # of numbers near 1e-3 and 1e-6
             for name in ("exp_avg", "exp_avg_sq"):
-                self._arrays[name] = _repeated(generator.integers(1, 256, native.CHUNK, np.uint8), numel)
+                self.by_name[name] = _repeated(generator.integers(1, 256, native.CHUNK, np.uint8), numel)
             for name, exponent in exponents.items():
-                self._arrays[name] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
+                self.by_name[name] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
         if Format.MASTER_24BIT in format:
-            upper = self._arrays["master"].view(np.uint16)[1::2]
-            self._arrays["master"] = _repeated(upper[: native.CHUNK].copy(), numel)
-            self._arrays["master_low"] = _repeated(generator.integers(0, 256, native.CHUNK, np.uint8), numel)
+            upper = self.by_name["master"].view(np.uint16)[1::2]
+            self.by_name["master"] = _repeated(upper[: native.CHUNK].copy(), numel)
+            self.by_name["master_low"] = _repeated(generator.integers(0, 256, native.CHUNK, np.uint8), numel)
         self.sums = np.zeros(native.chunk_count(numel), np.float64)
         self.nonfinite = np.zeros(native.chunk_count(numel), np.int64)
         self.coefficients = np.array(
@@ -114,18 +114,10 @@ class PassArrays:
             native.COEFFICIENTS,
         )
 
-    def __getitem__(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of one array, by its name in `native.SEGMENT`."""
-        return self._arrays[name]
-
-    def items(self) -> ItemsView[str, npt.NDArray[np.uint8]]:
-        """Return the bytes of all arrays, by their names."""
-        return self._arrays.items()
-
     def segments(self, *, with_norm: bool) -> npt.NDArray[np.void]:
         """Return the table of one segment over these arrays."""
         table = np.zeros(1, native.SEGMENT)
-        for name, array in self._arrays.items():
+        for name, array in self.by_name.items():
             table[name] = array.ctypes.data
         table["length"] = self.numel
         table["gradient_dtype"] = self.gradient_dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def setting_of(
         isa, threads = isa or native.active_isa(), threads or native.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Setting(isa, threads, Storage(Moments(moments), Master(master)).format)
+    return Setting(isa, threads, Storage(Moments(moments), Master(master)))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,12 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
         for row in measure(NUMEL, setting, PAIRS):
             rows.append(row)
             status.update(f"{len(rows)} of {len(PASSES)} passes")
-    environment, console = report.Environment.here(), Console()
-    console.print(environment.in_words(), highlight=False)
+    environment, console = report.environment(), Console()
+    console.print(report.line_of(environment), highlight=False)
     console.print(report.passes_table(setting, rows))
     for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS)):
         console.print(line, style="dim", highlight=False)
     if arguments.json is not None:
-        found = {"environment": asdict(environment), "passes": [report.pass_as_json(row) for row in rows]}
+        found = {"environment": environment, "passes": [report.pass_as_json(row) for row in rows]}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

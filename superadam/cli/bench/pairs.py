@@ -40,17 +40,13 @@ class Comparison:
     Attributes:
         pairs: number of runs of each.
         ratio: time of `first` over time of `second` in the same pair; below 1 where `first` is faster.
-        first, second: seconds per run.
+        seconds, against_seconds: of a run of each.
     """
 
     pairs: int
     ratio: Spread
-    first: Spread
-    second: Spread
-
-
-def _nothing() -> None:
-    pass
+    seconds: Spread
+    against_seconds: Spread
 
 
 def compare(
@@ -58,7 +54,7 @@ def compare(
     second: Action,
     pairs: int,
     *,
-    before: tuple[Action, Action] = (_nothing, _nothing),
+    before: tuple[Action, Action] = (bool, bool),  # which do nothing
     clock: Callable[[], float] = time.perf_counter,
 ) -> Comparison:
     """Time two actions in `pairs` pairs: first-second, second-first, first-second, ...

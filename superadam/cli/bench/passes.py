@@ -13,9 +13,10 @@ from superadam.cli.bench import floor
 from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Action, Comparison, compare
-from superadam.cli.traffic import bytes_per_element
+from superadam.cli.traffic import PLAIN, bytes_per_element
 from superadam.kernels import native
-from superadam.kernels.native import Dtype, Format, Pass
+from superadam.kernels.native import Dtype, Pass
+from superadam.state.storage import Storage
 
 PASSES = (
     (Pass.NORM, True),
@@ -40,7 +41,7 @@ class Setting:
 
     isa: str
     threads: int
-    format: Format = Format.PLAIN
+    storage: Storage = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class PassResult:
     @property
     def bytes_per_second(self) -> float:
         """What the pass moved, by its median time."""
-        return self.numel * self.bytes_per_element / self.comparison.first.median
+        return self.numel * self.bytes_per_element / self.comparison.seconds.median
 
 
 def action(arrays: PassArrays, which: Pass, setting: Setting, *, with_norm: bool) -> Action:
@@ -90,7 +91,7 @@ def measure(numel: int, setting: Setting, pairs: int) -> Iterator[PassResult]:
 
     `numel` is rounded up to whole chunks.
     """
-    arrays = PassArrays(native.chunk_count(numel) * native.CHUNK, *DTYPES, setting.format)
+    arrays = PassArrays(native.chunk_count(numel) * native.CHUNK, *DTYPES, setting.storage.format)
     floors: dict[Pass, Variant] = {}
     for which, with_norm in PASSES:
         kernel = action(arrays, which, setting, with_norm=with_norm)
@@ -101,7 +102,7 @@ def measure(numel: int, setting: Setting, pairs: int) -> Iterator[PassResult]:
             with_norm,
             setting,
             arrays.numel,
-            bytes_per_element(which, *DTYPES, setting.format),
+            bytes_per_element(which, *DTYPES, setting.storage),
             floors[which],
             compare(kernel, floor.action(arrays, which, floors[which], setting.threads), pairs),
         )

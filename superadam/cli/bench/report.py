@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -15,61 +15,36 @@ import superadam
 from superadam.cli.bench.pairs import Comparison
 from superadam.cli.bench.passes import PassResult, Setting
 from superadam.cli.console import new_table
+from superadam.cli.traffic import PLAIN
 from superadam.host.machine import Host
-from superadam.kernels.native import Format
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """Processor, instruction set, number of threads, system and versions behind the numbers.
+def environment() -> dict[str, Any]:
+    """Return processor, instruction set, number of threads, system and versions behind the numbers.
 
     `isa` and `threads` are superadam's defaults; `torch_capability` is the instruction set of torch's CPU kernels.
     """
+    return {
+        "processor": processor_name(Host()) or platform.machine(),
+        "isa": superadam.active_isa(),
+        "threads": superadam.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "superadam": version("superadam"),
+    }
 
-    processor: str
-    isa: str
-    threads: int
-    system: str
-    python: str
-    torch: str
-    torch_capability: str
-    superadam: str
 
-    @staticmethod
-    def here() -> Environment:
-        """Return that of this process."""
-        return Environment(
-            processor=processor_name(Host()) or platform.machine(),
-            isa=superadam.active_isa(),
-            threads=superadam.get_num_threads(),
-            system=platform.platform(),
-            python=platform.python_version(),
-            torch=torch.__version__,
-            torch_capability=torch.backends.cpu.get_cpu_capability(),
-            superadam=version("superadam"),
-        )
-
-    def in_words(self) -> str:
-        """Return a line that goes before a table."""
-        return (
-            f"superadam {self.superadam} ({self.isa}), torch {self.torch} ({self.torch_capability}), {self.processor}"
-        )
+def line_of(environment: Mapping[str, Any]) -> str:
+    """Return a line about an environment, which goes before a table."""
+    return "superadam {superadam} ({isa}), torch {torch} ({torch_capability}), {processor}".format(**environment)
 
 
 def processor_name(host: Host) -> str | None:
     """Return what the processor calls itself."""
     lines = host.read_or("/proc/cpuinfo", "").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-
-
-def comparison_as_json(found: Comparison) -> dict[str, Any]:
-    """Return the ratio of the pairs, and the seconds of both sides."""
-    return {
-        "pairs": found.pairs,
-        "ratio": asdict(found.ratio),
-        "seconds": asdict(found.first),
-        "against_seconds": asdict(found.second),
-    }
 
 
 def pass_as_json(row: PassResult) -> dict[str, Any]:
@@ -79,22 +54,19 @@ def pass_as_json(row: PassResult) -> dict[str, Any]:
         "norm": row.with_norm,
         "isa": row.setting.isa,
         "threads": row.setting.threads,
-        **_state(row.setting.format),
+        **_state(row.setting),
         "numel": row.numel,
         "bytes_per_element": row.bytes_per_element,
         "bytes_per_second": row.bytes_per_second,
         "floor": asdict(row.floor),
-        **comparison_as_json(row.comparison),
+        **asdict(row.comparison),
     }
 
 
-def _state(format: Format) -> dict[str, str]:
+def _state(setting: Setting) -> dict[str, str]:
     """Return the names of how master and moments are stored."""
-    moments = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
-    return {
-        "master": "24bit" if Format.MASTER_24BIT in format else "f32",
-        "moments": moments.get(format & ~Format.MASTER_24BIT, "f32"),
-    }
+    names = {"master": setting.storage.master.value, "moments": setting.storage.moments.value}
+    return {what: "f32" if name == "fp32" else name for what, name in names.items()}
 
 
 def in_words(count: float) -> str:
@@ -123,7 +95,7 @@ def add_section(table: Table, title: str) -> None:
 
 def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float | None = None) -> None:
     """Add a comparison to the present group."""
-    value, ratio = 1e3 * found.first.median, found.ratio
+    value, ratio = 1e3 * found.seconds.median, found.ratio
     digits = 2 if ratio.median >= 0.1 else 3
     table.add_row(
         f"  {name}",
@@ -137,7 +109,7 @@ def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float 
 def passes_table(setting: Setting, rows: Sequence[PassResult]) -> Table:
     """Return the table of the passes in a setting."""
     table = comparisons_table()
-    state = f", {'+'.join(_state(setting.format).values())}" if setting.format else ""
+    state = "" if setting.storage == PLAIN else f", {'+'.join(_state(setting).values())}"
     add_section(table, f"{setting.isa}, {setting.threads} thr., bf16>bf16{state}")
     for row in rows:
         add_row(table, row.name, row.comparison, row.bytes_per_second)

@@ -173,8 +173,10 @@ def translated(config: dict[str, Any]) -> str:
     if device == "none":
         found.notes.append("zero_optimization.offload_optimizer: none there; here state is in host memory")
     for key, value in unread.items():
-        known = next((known for known in _prefixes(key) if known in NO_COUNTERPART), None)
-        reason = "not known here" if known is None else NO_COUNTERPART[known]
+        known = key  # or what holds it
+        while known and known not in NO_COUNTERPART:
+            known = known.rpartition(".")[0]
+        reason = NO_COUNTERPART.get(known, "not known here")
         found.notes.append(f"{key}: {_shown(value)}: {reason}")
     return _text(found, kind, int(stage), dtype)
 
@@ -292,11 +294,6 @@ def _flat(value: Any, name: str) -> dict[str, Any]:
     return {
         key: each for word, inner in value.items() for key, each in _flat(inner, f"{name}.{word}".strip(".")).items()
     }
-
-
-def _prefixes(key: str) -> list[str]:
-    words = key.split(".")
-    return [".".join(words[:count]) for count in range(len(words), 0, -1)]
 
 
 def _switch(value: Any) -> Any:

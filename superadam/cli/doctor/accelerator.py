@@ -21,11 +21,11 @@ def driver(host: Host) -> Finding:
     text = host.read_or("/proc/driver/nvidia/version", "")
     match = re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", text)
     if match:
-        return Finding("GPU driver", Status.OK, f"NVIDIA {match[1]}", values={"nvidia": match[1]})
+        return Finding(f"NVIDIA {match[1]}", values={"nvidia": match[1]})
     amd = host.read_or("/sys/module/amdgpu/version", "")
     if amd:
-        return Finding("GPU driver", Status.OK, f"amdgpu {amd}", values={"amdgpu": amd})
-    return Finding("GPU driver", Status.OK, "none; superadam needs none", values={})
+        return Finding(f"amdgpu {amd}", values={"amdgpu": amd})
+    return Finding("none; superadam needs none")
 
 
 def gpus(host: Host) -> Finding:
@@ -46,8 +46,8 @@ def gpus(host: Host) -> Finding:
         detail = "; ".join(f"{count} x {text}" if count > 1 else text for text, count in names.items())
         if any(getattr(device, "is_integrated", False) for device in devices):  # GB10, MI300A
             detail += "; its memory is the host's, where offloading saves none"
-            return Finding("GPU", Status.BETTER, detail, "train with torch.optim.AdamW(fused=True)", values)
-        return Finding("GPU", Status.OK, detail, values=values)
+            return Finding(detail, "train with torch.optim.AdamW(fused=True)", values)
+        return Finding(detail, values=values)
     if host.path("/proc/driver/nvidia/version").exists():
         if torch.version.cuda is None:
             detail = f"there is a driver, but torch {torch.__version__} was built without CUDA"
@@ -56,8 +56,8 @@ def gpus(host: Host) -> Finding:
             detail = f"there is a driver, but torch (CUDA {torch.version.cuda}) finds no device it can use"
             hidden = "CUDA_VISIBLE_DEVICES" in host.environment
             remedy = "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi --list-gpus"
-        return Finding("GPU", Status.BETTER, detail, remedy, {"devices": []})
-    return Finding("GPU", Status.OK, "none; steps run on the CPU alone", values={"devices": []})
+        return Finding(detail, remedy, {"devices": []})
+    return Finding("none; steps run on the CPU alone", values={"devices": []})
 
 
 def link(host: Host) -> Finding:
@@ -66,12 +66,12 @@ def link(host: Host) -> Finding:
         rows = host.run(["nvidia-smi", f"--query-gpu={LINK_FIELDS}", "--format=csv,noheader"]).strip().splitlines()
     except FileNotFoundError:
         if host.path("/proc/driver/nvidia/version").exists():
-            return Finding("GPU link", Status.UNKNOWN, "nvidia-smi is not installed; it comes with the driver")
-        return Finding("GPU link", Status.OK, "none", values={"links": []})
+            return Finding("nvidia-smi is not installed; it comes with the driver", fault=Status.UNKNOWN)
+        return Finding("none", values={"links": []})
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding("GPU link", Status.UNKNOWN, f"nvidia-smi failed: {error}")
+        return Finding(f"nvidia-smi failed: {error}", fault=Status.UNKNOWN)
     links: list[dict[str, object]] = []
-    details, narrow = [], False
+    details, remedy = [], ""
     coherent = _coherent_rate(host)
     for row in rows:
         index, name, bus, generation, width, widest = (word.strip() for word in row.split(","))
@@ -88,14 +88,11 @@ def link(host: Host) -> Finding:
         links.append({"gpu": index, "kind": "PCIe", "bus": bus, **lanes})
         details.append(f"GPU {index}: PCIe {generation} x{width}, {rate:.0f} GB/s each way")
         if widest.isdecimal() and int(width) < int(widest):
-            narrow = True
+            remedy = "move the card to a slot with all lanes"
             details[-1] += f", of x{widest}"
     if not details:
-        return Finding("GPU link", Status.UNKNOWN, "nvidia-smi lists no device")
-    if narrow:
-        remedy = "move the card to a slot with all lanes"
-        return Finding("GPU link", Status.BETTER, "; ".join(details), remedy, {"links": links})
-    return Finding("GPU link", Status.OK, "; ".join(details), values={"links": links})
+        return Finding("nvidia-smi lists no device", fault=Status.UNKNOWN)
+    return Finding("; ".join(details), remedy, {"links": links})
 
 
 def _coherent_rate(host: Host) -> float:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from superadam.cli.usage import require_modules
+from superadam.host.local_ranks import local_rank, processes
 from superadam.host.machine import Host
 
 BROKEN_STATUS = 1
@@ -42,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     from superadam.cli.console import Console
     from superadam.cli.doctor import report
     from superadam.cli.doctor.diagnosis import diagnose
-    from superadam.cli.doctor.finding import Status
 
     host = Host()
     if _is_told_by_another(host):
@@ -50,17 +50,16 @@ def run(arguments: argparse.Namespace) -> int:
     quiet = _nothing_on_stdout() if arguments.json else nullcontext()
     with quiet, Console(stderr=True).status("looking at this machine"):
         findings = diagnose(host)
+    found = report.to_json(findings)
     if arguments.json:
-        sys.stdout.write(json.dumps(report.to_json(findings), indent=1) + "\n")
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         Console().print(report.to_table(findings))
-    return BROKEN_STATUS if any(finding.status is Status.BROKEN for finding in findings) else 0
+    return BROKEN_STATUS if found["broken"] else 0
 
 
 def _is_told_by_another(host: Host) -> bool:
     """Whether the first rank on this node reports for this one, too; returns when it has ended, having looked at it."""
-    from superadam.host.local_ranks import local_rank, processes
-
     try:
         rank = local_rank(host)
     except ValueError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from superadam.cli.doctor import accelerator, memory, processor, software
 from superadam.cli.doctor.finding import Finding, Status
@@ -10,33 +10,33 @@ from superadam.host.machine import Host
 
 Probe = Callable[[Host], Finding]
 
-PROBES: tuple[tuple[str, Probe], ...] = (
-    ("superadam", software.superadam_version),
-    ("torch", software.torch_version),
-    ("triton", software.triton_version),
-    ("instruction sets", processor.instruction_sets),
-    ("processors", processor.processors),
-    ("ranks", processor.ranks),
-    ("threads", processor.threads),
-    ("NUMA nodes", processor.numa_nodes),
-    ("memory", memory.main_memory),
-    ("memory bandwidth", memory.bandwidth),
-    ("huge pages", memory.huge_pages),
-    ("pinned memory", memory.pinned_memory),
-    ("GPU", accelerator.gpus),
-    ("GPU driver", accelerator.driver),
-    ("GPU link", accelerator.link),
-)
-"""Each probe under the name of its finding."""
+PROBES: dict[str, Probe] = {
+    "superadam": software.superadam_version,
+    "torch": software.torch_version,
+    "triton": software.triton_version,
+    "instruction sets": processor.instruction_sets,
+    "processors": processor.processors,
+    "ranks": processor.ranks,
+    "threads": processor.threads,
+    "NUMA nodes": processor.numa_nodes,
+    "memory": memory.main_memory,
+    "memory bandwidth": memory.bandwidth,
+    "huge pages": memory.huge_pages,
+    "pinned memory": memory.pinned_memory,
+    "GPU": accelerator.gpus,
+    "GPU driver": accelerator.driver,
+    "GPU link": accelerator.link,
+}
+"""Each probe under the name of what it looks at."""
 
 
-def diagnose(host: Host, probes: Sequence[tuple[str, Probe]] = PROBES) -> list[Finding]:
-    """Return one finding for each probe, whatever happens in it."""
-    return [_ask(name, probe, host) for name, probe in probes]
+def diagnose(host: Host, probes: Mapping[str, Probe] = PROBES) -> dict[str, Finding]:
+    """Return one finding for each probe, by its name, whatever happens in it."""
+    return {name: _ask(probe, host) for name, probe in probes.items()}
 
 
-def _ask(name: str, probe: Probe, host: Host) -> Finding:
+def _ask(probe: Probe, host: Host) -> Finding:
     try:
         return probe(host)
     except Exception as error:  # a report with a gap is worth more than none
-        return Finding(name, Status.UNKNOWN, f"{type(error).__name__}: {error}")
+        return Finding(f"{type(error).__name__}: {error}", fault=Status.UNKNOWN)

@@ -22,14 +22,18 @@ class Finding:
     """What a probe found.
 
     Attributes:
-        name: what was probed.
         detail: what was found, in a few words.
         remedy: the command or setting that fixes it; empty when nothing has to be fixed.
         values: the same as numbers and words for programs, JSON types only.
+        fault: BROKEN or UNKNOWN; None where the remedy tells the status.
     """
 
-    name: str
-    status: Status
     detail: str
     remedy: str = ""
     values: Mapping[str, object] = field(default_factory=dict)
+    fault: Status | None = None
+
+    @property
+    def status(self) -> Status:
+        """Better where there is a remedy, and else ok, unless it is a fault."""
+        return self.fault or (Status.BETTER if self.remedy else Status.OK)

@@ -9,7 +9,7 @@ from superadam.cli.bench import floor
 from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.report import in_words
-from superadam.cli.doctor.finding import Finding, Status
+from superadam.cli.doctor.finding import Finding
 from superadam.cli.traffic import bytes_per_element
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host, groups_of
@@ -44,7 +44,7 @@ def main_memory(host: Host) -> Finding:
     with suppress(ValueError):
         count = local_rank(host).count
         detail += f", of all {count} ranks together" if count > 1 else ""
-    return Finding("memory", Status.OK, detail, values=values)
+    return Finding(detail, values=values)
 
 
 def huge_pages(host: Host) -> Finding:
@@ -54,14 +54,14 @@ def huge_pages(host: Host) -> Finding:
     advised = host.environment.get("THP_MEM_ALLOC_ENABLE") == "1"
     values = {"mode": mode, "torch_advises": advised}
     if mode == "always":
-        return Finding("huge pages", Status.OK, "always", values=values)
+        return Finding("always", values=values)
+    remedy = "export THP_MEM_ALLOC_ENABLE=1"
     if mode == "madvise":
         if advised:
-            return Finding("huge pages", Status.OK, "madvise, and torch asks for them", values=values)
-        detail = "madvise: for tensors only if torch asks for them"
-        return Finding("huge pages", Status.BETTER, detail, "export THP_MEM_ALLOC_ENABLE=1", values)
-    remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled; export THP_MEM_ALLOC_ENABLE=1"
-    return Finding("huge pages", Status.BETTER, mode or f"not understood: {text!r}", remedy, values)
+            return Finding("madvise, and torch asks for them", values=values)
+        return Finding("madvise: for tensors only if torch asks for them", remedy, values)
+    remedy = f"echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled; {remedy}"
+    return Finding(mode or f"not understood: {text!r}", remedy, values)
 
 
 def pinned_memory(host: Host) -> Finding:
@@ -71,11 +71,11 @@ def pinned_memory(host: Host) -> Finding:
     limit = lockable_bytes()
     values = {"limit_bytes": limit}
     if limit is None:
-        return Finding("pinned memory", Status.OK, "unlimited", values=values)
+        return Finding("unlimited", values=values)
     detail = f"at most {limit / (1 << 20):,.0f} MiB"
     if not torch.cuda.is_available():
-        return Finding("pinned memory", Status.OK, f"{detail}; only a GPU needs it", values=values)
-    return Finding("pinned memory", Status.BETTER, detail, "ulimit -l unlimited", values)
+        return Finding(f"{detail}; only a GPU needs it", values=values)
+    return Finding(detail, "ulimit -l unlimited", values)
 
 
 def measure_bandwidth(arrays: PassArrays, threads: int, seconds: float = MEASURED_SECONDS) -> float:
@@ -123,4 +123,4 @@ def bandwidth(host: Host, measured_bytes: int = MEASURED_BYTES) -> Finding:
     disturbed += [f"a quota that stopped its threads for {throttled:.2f} s"] if throttled > 0 else []
     if disturbed:
         detail += f"; measured next to {' and '.join(disturbed)}, so that it may be more"
-    return Finding("memory bandwidth", Status.OK, detail, values=values)
+    return Finding(detail, values=values)

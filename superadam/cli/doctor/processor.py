@@ -17,23 +17,20 @@ REBUILD = "pip install --force-reinstall --no-deps superadam"
 def instruction_sets(host: Host) -> Finding:
     """Report which kernels can run here, which does, and why that one."""
     known = native.known_isas()
-    forced = host.environment.get("SUPERADAM_ISA", "")
-    name = "instruction sets"
+    forced = host.environment.get("SUPERADAM_ISA") or None
     others = ", ".join(f"{isa} {status}" for isa, status in known.items() if status != "runnable")
     available = native.available_isas()
+    values: dict[str, object] = {"known": known, "active": None, "forced": forced}
     try:
-        active = native.active_isa()
+        values["active"] = active = native.active_isa()
     except ValueError as error:
-        values = {"known": known, "active": None, "forced": forced}
-        return Finding(name, Status.BROKEN, str(error), "unset SUPERADAM_ISA", values)
+        return Finding(str(error), "unset SUPERADAM_ISA", values, Status.BROKEN)
     reason = "SUPERADAM_ISA says so" if active == forced else "the best of " + ", ".join(available)
     detail = f"{active}: {reason}" + (f"; {others}" if others else "")
-    values = {"known": known, "active": active, "forced": forced or None}
     if active != available[0]:
-        return Finding(name, Status.BETTER, f"{detail}; {available[0]} is faster", "unset SUPERADAM_ISA", values)
-    if active == "scalar" or "not compiled" in known.values():
-        return Finding(name, Status.BETTER, detail, REBUILD, values)
-    return Finding(name, Status.OK, detail, values=values)
+        return Finding(f"{detail}; {available[0]} is faster", "unset SUPERADAM_ISA", values)
+    remedy = REBUILD if active == "scalar" or "not compiled" in known.values() else ""
+    return Finding(detail, remedy, values)
 
 
 def processors(host: Host) -> Finding:
@@ -48,7 +45,7 @@ def processors(host: Host) -> Finding:
     detail = f"{name or 'unnamed'}: {cores} cores, {len(online)} CPUs"
     if online - host.affinity:
         detail += f", of which this process may use {len(host.affinity)} ({ranges_of(host.affinity)})"
-    return Finding("processors", Status.OK, detail, values=values)
+    return Finding(detail, values=values)
 
 
 def cpu_quota(host: Host) -> float | None:
@@ -70,28 +67,27 @@ def ranks(host: Host) -> Finding:
     try:
         shares = cores.shares(host)
     except ValueError as error:
-        return Finding("ranks", Status.BROKEN, str(error), "unset LOCAL_RANK LOCAL_WORLD_SIZE")
+        return Finding(str(error), "unset LOCAL_RANK LOCAL_WORLD_SIZE", fault=Status.BROKEN)
     values = {"shares": [sorted(share) for share in shares]}
     if len(shares) == 1:
-        return Finding("ranks", Status.OK, "one, which may use every CPU of this process", values=values)
+        return Finding("one, which may use every CPU of this process", values=values)
     detail = "; ".join(f"rank {rank}: CPUs {ranges_of(share)}" for rank, share in enumerate(shares))
     if sum(map(len, shares)) > len(frozenset.union(*shares)):
         detail += "; some share a CPU, because there are fewer than ranks"
-        remedy = f"torchrun --nproc-per-node {len(frozenset.union(*shares))}"
-        return Finding("ranks", Status.BETTER, detail, remedy, values)
-    return Finding("ranks", Status.OK, detail, values=values)
+        return Finding(detail, f"torchrun --nproc-per-node {len(frozenset.union(*shares))}", values)
+    return Finding(detail, values=values)
 
 
 def threads(host: Host) -> Finding:
     """Report the number of threads that superadam and torch would use, and that this process, one of ranks, may use."""
     import torch
 
-    name, forced = "threads", host.environment.get("SUPERADAM_THREADS")
+    forced = host.environment.get("SUPERADAM_THREADS")
     quota, torch_threads = cpu_quota(host), torch.get_num_threads()
     try:
         ranks_here, allowed = local_rank(host).count, len(cores.share(host))
     except ValueError as error:
-        return Finding(name, Status.BROKEN, str(error), "unset LOCAL_RANK LOCAL_WORLD_SIZE")
+        return Finding(str(error), "unset LOCAL_RANK LOCAL_WORLD_SIZE", fault=Status.BROKEN)
     if quota:
         allowed = min(allowed, math.floor(quota / ranks_here) or 1)
     values: dict[str, object] = {"superadam": None, "torch": torch_threads, "affinity": len(host.affinity)}
@@ -99,7 +95,7 @@ def threads(host: Host) -> Finding:
     try:
         values["superadam"] = count = native.get_num_threads()
     except ValueError as error:
-        return Finding(name, Status.BROKEN, str(error), "unset SUPERADAM_THREADS", values)
+        return Finding(str(error), "unset SUPERADAM_THREADS", values, Status.BROKEN)
     of_its = "it may use" if ranks_here == 1 else "of its share"
     why = "SUPERADAM_THREADS" if forced else f"one for each CPU {of_its}"
     detail = f"superadam {count} ({why}), torch {torch_threads}"
@@ -108,17 +104,17 @@ def threads(host: Host) -> Finding:
     counts = {"SUPERADAM_THREADS": count, "OMP_NUM_THREADS": torch_threads}
     if larger := [f"{variable}={allowed}" for variable, value in counts.items() if value > allowed]:
         detail += f"; only {allowed} can run at once"
-        return Finding(name, Status.BETTER, detail, f"export {' '.join(larger)}", values)
+        return Finding(detail, f"export {' '.join(larger)}", values)
     if count < allowed:
         detail += f"; {allowed} are allowed"
-    return Finding(name, Status.OK, detail, values=values)
+    return Finding(detail, values=values)
 
 
 def numa_nodes(host: Host) -> Finding:
     """Report the nodes, and whether this process spans several of them."""
     paths = host.glob("/sys/devices/system/node/node[0-9]*")
     if not paths:
-        return Finding("NUMA nodes", Status.UNKNOWN, "/sys/devices/system/node lists none; the kernel may lack NUMA")
+        return Finding("/sys/devices/system/node lists none; the kernel may lack NUMA", fault=Status.UNKNOWN)
     nodes = {
         path.removeprefix("/sys/devices/system/node/node"): cpus_of(host.read(f"{path}/cpulist")) for path in paths
     }
@@ -128,13 +124,12 @@ def numa_nodes(host: Host) -> Finding:
     if len(with_cpus) <= 1:
         memory_only = len(nodes) - len(with_cpus)
         detail = "one" + (f", and {memory_only} of memory only" if memory_only else "")
-        return Finding("NUMA nodes", Status.OK, detail, values=values)
+        return Finding(detail, values=values)
     detail = "; ".join(f"node {node}: CPUs {ranges_of(cpus)}" for node, cpus in with_cpus.items())
     if len(ours) > 1:
-        node = ours[0]
-        remedy = f"numactl --cpunodebind={node} --membind={node} COMMAND"
-        return Finding("NUMA nodes", Status.BETTER, f"{detail}; this process spans {len(ours)}", remedy, values)
-    return Finding("NUMA nodes", Status.OK, f"{detail}; this process stays on {', '.join(ours)}", values=values)
+        remedy = f"numactl --cpunodebind={ours[0]} --membind={ours[0]} COMMAND"
+        return Finding(f"{detail}; this process spans {len(ours)}", remedy, values)
+    return Finding(f"{detail}; this process stays on {', '.join(ours)}", values=values)
 
 
 def ranges_of(numbers: frozenset[int]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -15,26 +14,24 @@ from superadam.cli.doctor.finding import Finding, Status
 STYLES = {Status.OK: "green", Status.BETTER: "yellow", Status.BROKEN: "bold red", Status.UNKNOWN: "dim"}
 
 
-def to_table(findings: Sequence[Finding]) -> Table:
+def to_table(findings: Mapping[str, Finding]) -> Table:
     """Return one row for each finding, with its remedy below it."""
     table = new_table(gap=2, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for finding in findings:
+    for name, finding in findings.items():
         detail = Text(finding.detail)
         if finding.remedy:
             detail.append(f"\n{finding.remedy}", style="cyan")
-        table.add_row(Text(finding.status.value, style=STYLES[finding.status]), Text(finding.name), detail)
+        table.add_row(Text(finding.status.value, style=STYLES[finding.status]), Text(name), detail)
     return table
 
 
-def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+def to_json(findings: Mapping[str, Finding]) -> dict[str, Any]:
     """Return everything as plain values."""
-    return {
-        "findings": [
-            {**dataclasses.asdict(finding), "status": finding.status.value, "values": dict(finding.values)}
-            for finding in findings
-        ],
-        "broken": any(finding.status is Status.BROKEN for finding in findings),
-    }
+    shown = [
+        {"name": name, "status": one.status.value, "detail": one.detail, "remedy": one.remedy, "values": one.values}
+        for name, one in findings.items()
+    ]
+    return {"findings": shown, "broken": any(one.fault is Status.BROKEN for one in findings.values())}

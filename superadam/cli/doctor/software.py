@@ -18,7 +18,7 @@ def superadam_version(host: Host) -> Finding:
     values = {"superadam": version("superadam"), "python": platform.python_version()}
     values |= {"system": platform.system(), "machine": platform.machine()}
     detail = "{superadam}, Python {python}, {system} {machine}".format(**values)
-    return Finding("superadam", Status.OK, detail, values=values)
+    return Finding(detail, values=values)
 
 
 def torch_version(host: Host) -> Finding:
@@ -31,10 +31,10 @@ def torch_version(host: Host) -> Finding:
     capability = torch.backends.cpu.get_cpu_capability()
     values = {"version": torch.__version__, "build": build, "capability": capability}
     detail = f"{torch.__version__}, {build}, {capability} kernels"
-    if _version_numbers(torch.__version__) < OLDEST_TORCH:
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        return Finding("torch", Status.BROKEN, detail, f"pip install 'torch>={oldest}'", values)
-    return Finding("torch", Status.OK, detail, values=values)
+        return Finding(detail, f"pip install 'torch>={oldest}'", values, Status.BROKEN)
+    return Finding(detail, values=values)
 
 
 def triton_version(host: Host) -> Finding:
@@ -44,13 +44,6 @@ def triton_version(host: Host) -> Finding:
     except PackageNotFoundError:
         import torch
 
-        detail = "not installed; only kernels on a GPU need it"
-        if torch.cuda.is_available():
-            return Finding("triton", Status.BETTER, detail, "pip install triton", {"version": None})
-        return Finding("triton", Status.OK, detail, values={"version": None})
-    return Finding("triton", Status.OK, found, values={"version": found})
-
-
-def _version_numbers(text: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+        remedy = "pip install triton" if torch.cuda.is_available() else ""
+        return Finding("not installed; only kernels on a GPU need it", remedy, {"version": None})
+    return Finding(found, values={"version": found})

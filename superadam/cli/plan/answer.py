@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from superadam.cli.plan.operations import operations
@@ -11,20 +11,9 @@ from superadam.cli.plan.rates import rates_of
 from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
 from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
-from superadam.plan.activations import Activations
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
-from superadam.plan.memory import (
-    MOST_TOKENS,
-    SIZE,
-    Memory,
-    Setting,
-    Subject,
-    activations_for,
-    memory_of,
-    placement_of,
-    total,
-)
+from superadam.plan.memory import MOST_TOKENS, SIZE, Memory, Setting, Subject, memory_of, placement_of, total
 
 EFFICIENCIES = (0.45, 0.55, 0.65)
 """Shares of the GPU's peak at which the model may compute: nothing but a measurement tells which."""
@@ -63,14 +52,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """A change that fits and trains faster: its factor of tokens per second."""
-
-    words: str
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """Everything about one model, setting and machine."""
 
@@ -81,7 +62,7 @@ class Answer:
     memory: Memory
     timings: Sequence[Timing]
     remedies: Sequence[Remedy]
-    gains: Sequence[Gain]
+    gains: Mapping[str, float]  # factors of tokens per second, by the change in words
 
     @property
     def kind_of_memory(self) -> Kind:
@@ -98,7 +79,7 @@ def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memo
     placement, rate = placement_of(subject, setting), machine.gpu_operations.value * efficiency
     ordered = [(shard, counted.by_parameter.get(name, 0.0)) for name, shard in subject.shards(setting.ranks).items()]
     parts = parts_of(reversed(ordered), placement.bucket_numel)
-    rates, state = rates_of(machine, setting.storage.format), bytes_of_state(setting.storage)
+    rates, state = rates_of(machine, setting.storage), bytes_of_state(setting.storage)
     work = Work(
         buckets_of(parts, placement),
         counted.forward / rate,
@@ -149,9 +130,8 @@ def hides_from(rates: Rates, work: Work) -> float:
     return high
 
 
-def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activations, efficiency: float) -> list[Gain]:
-    """Return changes that fit and raise tokens per second, the largest gain first."""
-    now = timing_of(subject, setting, machine, memory_of(subject, setting, machine, found), efficiency)
+def gains_of(subject: Subject, setting: Setting, machine: Machine, now: Timing) -> dict[str, float]:
+    """Return changes that fit, and by what they multiply the tokens per second of now, the largest gain first."""
     changes = [(replace(setting, sequences=k * setting.sequences), f"--batch {k * setting.sequences}") for k in (2, 4)]
     if setting.micro_batches > 1:
         fewer = replace(setting, sequences=setting.sequences * setting.micro_batches, micro_batches=1)
@@ -160,18 +140,17 @@ def gains_of(subject: Subject, setting: Setting, machine: Machine, found: Activa
         changes.append((replace(setting, checkpointing=False), "--no-checkpointing"))
     if (setting.moments, setting.master) == ("fp32", "fp32"):
         changes.append((replace(setting, moments="bf16", master="24bit"), "--moments bf16 --master 24bit"))
-    gains = []
+    gains = {}
     for changed, words in changes:
         if changed.sequences * changed.tokens > MOST_TOKENS:
             continue
-        is_same = (changed.sequences, changed.checkpointing) == (setting.sequences, setting.checkpointing)
-        memory = memory_of(subject, changed, machine, found if is_same else activations_for(subject, changed))
+        memory = memory_of(subject, changed, machine)
         if not memory.trains:
             continue
-        then = timing_of(subject, changed, machine, memory, efficiency)
+        then = timing_of(subject, changed, machine, memory, now.efficiency)
         if (factor := then.tokens_per_second / now.tokens_per_second) > 1 + LEAST_GAIN:
-            gains.append(Gain(words, factor))
-    return sorted(gains, key=lambda gain: -gain.factor)
+            gains[words] = factor
+    return dict(sorted(gains.items(), key=lambda gain: -gain[1]))
 
 
 def answer_for(
@@ -188,11 +167,10 @@ def answer_for(
     Raises:
         UnplannableError: the model's memory cannot be found out.
     """
-    found = activations_for(subject, setting)
-    memory = memory_of(subject, setting, machine, found)
+    memory = memory_of(subject, setting, machine)
     chosen = EFFICIENCIES if efficiency is None else (efficiency,)
     if not memory.trains:
-        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine, found), [])
+        return Answer(name, machine, setting, subject, memory, [], remedies(subject, setting, machine), {})
     timings = [timing_of(subject, setting, machine, memory, each) for each in chosen]
-    gains = gains_of(subject, setting, machine, found, chosen[len(chosen) // 2]) if looks_for_gains else []
+    gains = gains_of(subject, setting, machine, timings[len(timings) // 2]) if looks_for_gains else {}
     return Answer(name, machine, setting, subject, memory, timings, [], gains)

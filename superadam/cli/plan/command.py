@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from superadam.cli.usage import UsageError, count, require_modules, share
+from superadam.plan import UnplannableError, machines
 from superadam.state.storage import Master, Moments
 
 UNFIT_STATUS = 1
@@ -59,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: a module is not installed, or the model or the machine cannot be planned.
     """
     require_modules("plan", "transformers", "rich", extra="plan")
-    from superadam.plan import UnplannableError, machines
-
     try:
         if arguments.measure is not None:
             return _measure(arguments)
@@ -117,19 +116,18 @@ def show(answer: Any) -> None:
 def _measure(arguments: argparse.Namespace) -> int:
     from superadam.cli.bench.command import NUMEL, PAIRS, setting_of
     from superadam.cli.bench.passes import measure
-    from superadam.cli.bench.report import Environment
+    from superadam.cli.bench.report import environment, line_of
     from superadam.cli.console import Console
     from superadam.cli.plan.rates import measured, to_toml
     from superadam.host.machine import Host
     from superadam.host.memory import HostMemory
-    from superadam.plan import machines
 
     if arguments.measure.exists() or not arguments.measure.parent.is_dir():
         raise UsageError(f"--measure {arguments.measure} exists or has no folder, expected a new file; name another")
     base = machines.read(arguments.machine or "gh200")
     with Console(stderr=True).status("measuring passes"):
         rows = list(measure(NUMEL, setting_of(), PAIRS))
-    source = f"superadam bench: {Environment.here().in_words()}"
+    source = f"superadam bench: {line_of(environment())}"
     machine = measured(base, rows, HostMemory.of(Host()).limit, source)
     arguments.measure.write_text(to_toml(machine))
     return 0

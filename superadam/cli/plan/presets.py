@@ -37,13 +37,8 @@ class Preset:
     parameters: int
     source: str
     model_type: str
-    ranks: int
-    sequences: int
-    tokens: int
+    setting: Setting
     dimensions: Mapping[str, Any]
-    micro_batches: int = 1
-    moments: str = "fp32"
-    master: str = "fp32"
     machine: str = "gh200"
 
     @property
@@ -52,18 +47,12 @@ class Preset:
         found: PreTrainedConfig = AutoConfig.for_model(self.model_type, **self.dimensions)
         return found
 
-    @property
-    def setting(self) -> Setting:
-        """How its preset trains it."""
-        names = ("sequences", "tokens", "ranks", "micro_batches", "moments", "master")
-        return Setting(**{name: getattr(self, name) for name in names})
-
 
 @functools.cache
 def presets() -> dict[str, Preset]:
     """Return all presets by name."""
     text = resources.files("superadam.cli.plan").joinpath("presets.toml").read_text()
-    return {name: Preset(**row) for name, row in tomllib.loads(text).items()}
+    return {name: Preset(**row | {"setting": Setting(**row["setting"])}) for name, row in tomllib.loads(text).items()}
 
 
 def config_of(model: str) -> PreTrainedConfig:

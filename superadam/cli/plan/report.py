@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -108,28 +107,28 @@ def time_table(answer: Answer) -> Table:
     kind = LETTERS[Kind.ASSUMED]  # as is the GPU's efficiency
     efficiencies = (f"{timing.efficiency:.2f}{kind}" for timing in answer.timings)
     table = new_table("the GPU reaches, of its peak", *efficiencies, gap=2)
-    rows: dict[str, Callable[[Timing], str]] = {
-        "seconds of a step": lambda t: f"{t.step.seconds:.3f}",
-        "of forward and backward": lambda t: f"{t.step.clock:.3f}",
-        "of Adam on the CPU, by itself": lambda t: f"{t.step.adam:.3f}",
-        "hidden share of Adam": lambda t: f"{t.step.hidden:.2f}",
-        "tokens/s": lambda t: f"{t.tokens_per_second:,.0f}",
-        "TFLOP/s of a GPU, the model's": lambda t: f"{t.model_rate / 1e12:.0f}",
-        "TFLOP/s of a GPU, the hardware's": lambda t: f"{t.hardware_rate / 1e12:.0f}",
-        "resident buckets": lambda t: f"{t.resident} of {t.buckets}",
-        **{f"exposed: {words}": functools.partial(_exposed, name) for name, words in CAUSES.items()},
-        "seconds without overlap": lambda t: f"{t.synchronous:.3f}",
-        "seconds with all state on the GPU": lambda t: "no room" if t.on_gpu is None else f"{t.on_gpu:.3f}",
-        "Adam is hidden from, tokens": lambda t: f"{t.hides_from:,.0f}",
-    }
-    for words, cell in rows.items():
-        found = [cell(timing) for timing in answer.timings]
-        table.add_row(words, *(text + kind * text[0].isdigit() for text in found))
+    columns = [*map(_cells, answer.timings)]
+    for words in columns[0]:
+        table.add_row(words, *(cells[words] + kind * cells[words][0].isdigit() for cells in columns))
     return table
 
 
-def _exposed(cause: str, timing: Timing) -> str:
-    return f"{getattr(timing.step, cause):.3f}"
+def _cells(timing: Timing) -> dict[str, str]:
+    step, on_gpu = timing.step, timing.on_gpu
+    return {
+        "seconds of a step": f"{step.seconds:.3f}",
+        "of forward and backward": f"{step.clock:.3f}",
+        "of Adam on the CPU, by itself": f"{step.adam:.3f}",
+        "hidden share of Adam": f"{step.hidden:.2f}",
+        "tokens/s": f"{timing.tokens_per_second:,.0f}",
+        "TFLOP/s of a GPU, the model's": f"{timing.model_rate / 1e12:.0f}",
+        "TFLOP/s of a GPU, the hardware's": f"{timing.hardware_rate / 1e12:.0f}",
+        "resident buckets": f"{timing.resident} of {timing.buckets}",
+        **{f"exposed: {words}": f"{getattr(step, name):.3f}" for name, words in CAUSES.items()},
+        "seconds without overlap": f"{timing.synchronous:.3f}",
+        "seconds with all state on the GPU": "no room" if on_gpu is None else f"{on_gpu:.3f}",
+        "Adam is hidden from, tokens": f"{timing.hides_from:,.0f}",
+    }
 
 
 def picture(timing: Timing) -> list[str]:
@@ -151,8 +150,8 @@ def notes(answer: Answer) -> Iterator[str]:
     yield "No mark: exact, from shapes. m, p, a: from the machine's file or this command, measured, published, assumed."
     if answer.timings:
         yield "Times are the machine's by its file; --gpu-efficiency replaces the range, once you have measured it."
-    for gain in answer.gains:
-        yield f"{gain.words} would make {gain.factor:.2f} times the tokens per second"
+    for words, factor in answer.gains.items():
+        yield f"{words} would make {factor:.2f} times the tokens per second"
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
@@ -178,8 +177,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "parameters": marked(answer.subject.parameters, Kind.EXACT),
         "setting": dataclasses.asdict(answer.setting),
         "machine": {
-            name: {"value": rate.value, "kind": rate.kind.value, "source": rate.source}
-            for name, rate in machine.rates.items()
+            name: marked(rate.value, rate.kind) | {"source": rate.source} for name, rate in machine.rates.items()
         },
         "gpu_bytes": by_stage(memory.gpu),
         "gpu_limit": marked(memory.gpu_limit, machine.gpu_memory.kind),
@@ -191,5 +189,5 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "verdict": list(verdict(answer)),
         "remedies": [remedy.words for remedy in answer.remedies],
         "times": [*map(times, answer.timings)],
-        "gains": [{"words": gain.words, "factor": marked(gain.factor, weak)} for gain in answer.gains],
+        "gains": [{"words": words, "factor": marked(factor, weak)} for words, factor in answer.gains.items()],
     }
