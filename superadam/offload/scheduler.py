@@ -31,8 +31,7 @@ from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
-from superadam.offload.buckets import Bucket, Bucketer
-from superadam.offload.hooks import Hooks, Marked, ReducedGroups
+from superadam.offload.buckets import Bucket, Bucketer, Hooks, Marked, ReducedGroups
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Autotuner, Placement, last_pieces
