@@ -246,9 +246,6 @@ class OffloadScheduler(GradientHolder):
         self._hyper, self._backward_began = [], None
         counts, (displaced, resolve_seconds) = self.optimizer.statistics, self._counted
         self._counted = counts.displaced, counts.resolve_seconds
-        awaited_at = math.inf
-        if self._pipeline is not None:
-            awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
         if self._pipeline is not None or began is not None:  # else nothing can have been taken
             tell("learning which gradients are the last ones", self._bucketer.end_step)
         tell("tracing", self._trace_step, outcome, began, now)
@@ -257,6 +254,7 @@ class OffloadScheduler(GradientHolder):
             tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
+            awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
             tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
                 update_seconds = counts.resolve_seconds - resolve_seconds
