@@ -213,19 +213,20 @@ class Binding(GradientHolder):
         """Whether no parameter has a state, as before the first step."""
         return not self.published.entries and (self._transaction is None or not self._transaction.table.has_state)
 
-    def bound(self, groups: Groups, *, looks: bool = True) -> Transaction:
+    def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the groups' present parameters, its rows equal to the published state.
-
-        Unless it `looks` which state programs hold, what they may hold counts as held.
 
         Raises ValueError where parameters share memory, or a published entry cannot be a state.
         """
         self.catch_up()
         with deferred_signals():  # a handler may close the scheduler, and so end what is bound
-            return self.bound_now(groups, looks=looks)
+            return self.bound_now(groups)
 
     def bound_now(self, groups: Groups, *, looks: bool = True) -> Transaction:
-        """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it."""
+        """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it.
+
+        Unless it `looks` which state programs hold, what they may hold counts as held.
+        """
         parameters = [parameter for group in groups for parameter in group["params"]]
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
             names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
