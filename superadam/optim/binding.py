@@ -143,7 +143,7 @@ class Binding(GradientHolder):
         storage: how state is stored.
     """
 
-    _lock: LockOfProcess
+    _lock: LockOfProcess  # held by every public call of optimizer and scheduler, so that those of other threads wait
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
         self._lock = LockOfProcess()
@@ -158,11 +158,6 @@ class Binding(GradientHolder):
         self._owners: Sequence[ParameterState] = ()  # of gradients that were taken, as long
         self._is_compared = False  # with other ranks
         self._statistics = statistics
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """Held by every public call of the optimizer and its scheduler, so that calls from other threads wait."""
-        return self._lock()
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
@@ -257,7 +252,7 @@ class Binding(GradientHolder):
         Where it `is_given` to programs, outside writes are adopted first. Where binding fails, it is returned
         unchanged: a step refuses it, and until then it can be corrected.
         """
-        with self.lock:
+        with self._lock():
             self.catch_up()
             with deferred_signals():  # a handler may look, too
                 if self.has_state:
@@ -276,7 +271,7 @@ class Binding(GradientHolder):
     @untracked
     def attach(self, overlap: Overlap, groups: Groups) -> None:
         """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
-        with self.lock:
+        with self._lock():
             if self.overlap is not None:
                 raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
             with deferred_signals():
