@@ -328,7 +328,7 @@ class _NewCheckpoint:
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
-        return self.optimizer._binding.lock if isinstance(self.optimizer, SpeculativeCPUAdam) else nullcontext()
+        return self.optimizer._binding._lock() if isinstance(self.optimizer, SpeculativeCPUAdam) else nullcontext()
 
     def _require_no_step(self) -> None:
         if self.steps() != self._steps_made:

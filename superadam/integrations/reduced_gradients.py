@@ -15,7 +15,7 @@ from superadam.handles.gradient_handle import take_reduced
 from superadam.handles.taken_gradient import GradientHolder
 from superadam.kernels.torch_private import base_of, check_can_take, version_of
 from superadam.offload.arguments import unwrapped
-from superadam.offload.hooks import Hooks
+from superadam.offload.buckets import Hooks
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
 

@@ -31,8 +31,7 @@ from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
-from superadam.offload.buckets import Bucket, Bucketer
-from superadam.offload.hooks import Hooks, Marked, ReducedGroups
+from superadam.offload.buckets import Bucket, Bucketer, Hooks, Marked, ReducedGroups
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Autotuner, Placement, last_pieces
@@ -248,9 +247,6 @@ class OffloadScheduler(GradientHolder):
         self._hyper, self._backward_began = [], None
         counts, (displaced, resolve_seconds) = self.optimizer.statistics, self._counted
         self._counted = counts.displaced, counts.resolve_seconds
-        awaited_at = math.inf
-        if self._pipeline is not None:
-            awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
         if self._pipeline is not None or began is not None:  # else nothing can have been taken
             tell("learning which gradients are the last ones", self._bucketer.end_step)
         tell("tracing", self._trace_step, outcome, began, now)
@@ -259,6 +255,7 @@ class OffloadScheduler(GradientHolder):
             tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
+            awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
             tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
                 update_seconds = counts.resolve_seconds - resolve_seconds

@@ -274,7 +274,7 @@ class Transfers(NewValues):
 
     def _dtype_of(self, taken: TakenGradient) -> torch.dtype:
         """Return the dtype of a gradient that does not travel, rounded as if it had."""
-        if self.transfer_dtype is None or self.received is None or taken.is_unrounded:
+        if self.received is None or taken.is_unrounded:
             return taken.pending.dtype
         return dtype_on_link(taken.pending, self.transfer_dtype)
 

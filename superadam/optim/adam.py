@@ -46,7 +46,7 @@ def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[
     @functools.wraps(method)
     def whole(self: Any, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # The lock is one call into C, which no signal divides from what follows.
-        with self._binding.lock, torch_private.without_transforms():
+        with self._binding._lock(), torch_private.without_transforms():
             return method(self, *args, **kwargs)
 
     return untracked(whole)  # type: ignore[return-value]  # `self` may be named, as torch's checkpoints do
@@ -192,7 +192,7 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
         """
-        with self._binding.lock:
+        with self._binding._lock():
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             try:
@@ -281,14 +281,14 @@ class SpeculativeCPUAdam(Optimizer):
         to get state to load into creates that state, and is none.
         """
         if self._binding.lacks_any_state and checkpoint.is_asked_for_template():
-            with self._binding.lock:
+            with self._binding._lock():
                 self._binding.create_state(self.param_groups)
             return None
         loss = None
         if closure is not None:  # not under the lock: its backward may run hooks of the scheduler in other threads
             with torch.enable_grad():
                 loss = closure()
-        with self._binding.lock, torch_private.without_transforms():  # which a closure may use
+        with self._binding._lock(), torch_private.without_transforms():  # which a closure may use
             self._make_step()
         return loss
 
@@ -410,7 +410,7 @@ class SpeculativeCPUAdam(Optimizer):
     @torch_private.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch.optim does, and drop the limit that `clip_grad_norm_()` has set."""
-        with self._binding.lock:
+        with self._binding._lock():
             self._verdicts.limit_of_next_step = None
             super().zero_grad(set_to_none)
 
@@ -430,7 +430,7 @@ class SpeculativeCPUAdam(Optimizer):
     @contextmanager
     def _encoded(self) -> Iterator[None]:
         """Let `state_dict()` return `Encoded` stand-ins, inside, of what would have to be decoded."""
-        with self._binding.lock:
+        with self._binding._lock():
             published = self._binding.published
             try:
                 published.stays_encoded = True
@@ -459,7 +459,7 @@ class SpeculativeCPUAdam(Optimizer):
     @untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         if "_binding" in self.__dict__:
-            with self._binding.lock:
+            with self._binding._lock():
                 self._binding.replace(value)
         else:
             self._binding = Binding(value, self.statistics, self._storage)

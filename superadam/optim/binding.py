@@ -143,7 +143,7 @@ class Binding(GradientHolder):
         storage: how state is stored.
     """
 
-    _lock: LockOfProcess
+    _lock: LockOfProcess  # held by every public call of optimizer and scheduler, so that those of other threads wait
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
         self._lock = LockOfProcess()
@@ -158,11 +158,6 @@ class Binding(GradientHolder):
         self._owners: Sequence[ParameterState] = ()  # of gradients that were taken, as long
         self._is_compared = False  # with other ranks
         self._statistics = statistics
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """Held by every public call of the optimizer and its scheduler, so that calls from other threads wait."""
-        return self._lock()
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
@@ -213,19 +208,20 @@ class Binding(GradientHolder):
         """Whether no parameter has a state, as before the first step."""
         return not self.published.entries and (self._transaction is None or not self._transaction.table.has_state)
 
-    def bound(self, groups: Groups, *, looks: bool = True) -> Transaction:
+    def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the groups' present parameters, its rows equal to the published state.
-
-        Unless it `looks` which state programs hold, what they may hold counts as held.
 
         Raises ValueError where parameters share memory, or a published entry cannot be a state.
         """
         self.catch_up()
         with deferred_signals():  # a handler may close the scheduler, and so end what is bound
-            return self.bound_now(groups, looks=looks)
+            return self.bound_now(groups)
 
     def bound_now(self, groups: Groups, *, looks: bool = True) -> Transaction:
-        """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it."""
+        """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it.
+
+        Unless it `looks` which state programs hold, what they may hold counts as held.
+        """
         parameters = [parameter for group in groups for parameter in group["params"]]
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
             names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
@@ -256,7 +252,7 @@ class Binding(GradientHolder):
         Where it `is_given` to programs, outside writes are adopted first. Where binding fails, it is returned
         unchanged: a step refuses it, and until then it can be corrected.
         """
-        with self.lock:
+        with self._lock():
             self.catch_up()
             with deferred_signals():  # a handler may look, too
                 if self.has_state:
@@ -275,7 +271,7 @@ class Binding(GradientHolder):
     @untracked
     def attach(self, overlap: Overlap, groups: Groups) -> None:
         """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
-        with self.lock:
+        with self._lock():
             if self.overlap is not None:
                 raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
             with deferred_signals():

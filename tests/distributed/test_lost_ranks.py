@@ -24,7 +24,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.distributed.agreement import Ranks
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.distributed_checkpoint import save
-from superadam.offload.hooks import GradientReady
+from superadam.offload.buckets import GradientReady
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.transfers import Transfers
 from superadam.state.table import ParameterTable

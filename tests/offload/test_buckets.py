@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
-from superadam.offload.buckets import Bucket, Bucketer
-from superadam.offload.hooks import GradientReady, Hooks
+from superadam.offload.buckets import Bucket, Bucketer, GradientReady, Hooks
 from superadam.state.parameter import ParameterState
 
 

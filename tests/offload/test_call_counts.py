@@ -23,7 +23,7 @@ PACKAGE = str(Path(superadam.__file__).parent)
 MOST: dict[str, tuple[Callable[[], Device] | None, int, int]] = {
     "alone": (None, 72, 14),
     "step": (DeferredDevice, 84, 18),
-    "worker": (ThreadDevice, 210, 28),
+    "worker": (ThreadDevice, 210, 27),
 }
 """Device (None: no scheduler), and the most calls and files in the thread that trains; the worker's calls run in
 parallel. Each costs all who train small tensors."""

@@ -65,7 +65,7 @@ def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
     is_inside, may_leave = threading.Event(), threading.Event()
 
     def stay_inside() -> None:
-        with optimizer._binding.lock, optimizer._binding._transaction.lock:
+        with optimizer._binding._lock(), optimizer._binding._transaction.lock:
             is_inside.set()
             may_leave.wait(60)
 

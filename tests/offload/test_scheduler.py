@@ -51,8 +51,7 @@ from superadam.devices import Device, Stream
 from superadam.devices.worker import Worker, WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels import native, torch_private
-from superadam.offload.buckets import PAUSE_STEPS
-from superadam.offload.hooks import Hooks
+from superadam.offload.buckets import PAUSE_STEPS, Hooks
 from superadam.offload.pipeline import Pipeline
 from superadam.optim.binding import Binding
 from superadam.state.parameter import Phase

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
 from superadam.host import telling
-from superadam.offload.buckets import Accumulation, Bucketer
-from superadam.offload.hooks import Hooks
+from superadam.offload.buckets import Accumulation, Bucketer, Hooks
 from superadam.offload.placement import Autotuner
 from superadam.offload.prediction import Predictor
 from superadam.offload.trace import Trace

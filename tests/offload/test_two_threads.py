@@ -252,7 +252,7 @@ def test_what_uses_a_taken_gradient_waits_for_calls_of_the_optimizer(use: str) -
     optimizer.speculate()
     parameter = next(model.parameters())
     other = threading.Thread(target=USES[use], args=(parameter,), daemon=True)
-    with optimizer._binding.lock:
+    with optimizer._binding._lock():
         other.start()
         other.join(0.2)
         assert other.is_alive()
