@@ -33,7 +33,7 @@ from superadam.kernels.places import sharing
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
-from superadam.state.parameter import ParameterState, pieces_of
+from superadam.state.parameter import ParameterState, Phase, pieces_of
 from superadam.state.resident import ResidentStates
 from superadam.state.storage import Storage
 from superadam.state.table import ParameterTable, Runs
@@ -255,6 +255,8 @@ class Binding(GradientHolder):
         with self._lock():
             self.catch_up()
             with deferred_signals():  # a handler may look, too
+                if is_given and self._is_shown(groups):
+                    return self.published.entries
                 if self.has_state:
                     try:
                         transaction = self.bound_now(groups, looks=False)  # programs will be given all of it
@@ -267,6 +269,20 @@ class Binding(GradientHolder):
                 if is_given and self._transaction is not None:
                     self._transaction.expose()
                 return self.published.entries
+
+    def _is_shown(self, groups: Groups) -> bool:
+        """Whether programs were given the entries as they are, since when only they can have changed anything.
+
+        What they have changed is read when it is used: a loop may read the state of one parameter after another. Of
+        what is encoded, each look lets go of what was decoded.
+        """
+        transaction = self._transaction
+        if transaction is None or not transaction.table.is_exposed or transaction.in_phase(Phase.ACCEPTED):
+            return False
+        table, parameters = transaction.table, [parameter for group in groups for parameter in group["params"]]
+        if any(state.encodings for state in table.states) or not table.is_published.all():
+            return False
+        return _are_same(table, parameters) and not table.fingerprints.seen_hints(table.all_rows)
 
     @untracked
     def attach(self, overlap: Overlap, groups: Groups) -> None:
@@ -361,8 +377,10 @@ class Binding(GradientHolder):
         if self._transaction is None:
             return {}
         self._transaction.drop()  # the gradients in `.grad` still count
-        self._refresh_entries()
         table = self._transaction.table
+        with suppress(TypeError, ValueError), self._transaction.lock:  # else what is bound next refuses them
+            self.published.read_edited(table)
+        self._refresh_entries()
         return {state.parameter: state for state in table.states if not _is_converted(state)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:

@@ -85,11 +85,12 @@ def test_a_gradient_takes_few_calls(dtype: torch.dtype, max_grad_norm: float | N
     sys.stdout.write(words)  # pytest -s shows it
 
 
-MOST_OF_A_READ = 8
-"""Calls for each tensor where nothing was edited: programs read the state of one parameter after another."""
+MOST_OF_A_READ = {"fp32": 0, "8bit": 8}
+"""Calls for each tensor where nothing was edited: programs read the state of one parameter after another. What was
+decoded is let go of."""
 
 
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("moments", MOST_OF_A_READ)
 def test_state_that_nobody_edited_is_not_read_again(moments: str) -> None:
     counts = []
     for length in (10, 110):
@@ -102,4 +103,4 @@ def test_state_that_nobody_edited_is_not_read_again(moments: str) -> None:
         with counted() as calls:
             assert optimizer.state[weights[0]]["step"] == 1
         counts.append(calls.total())
-    assert counts[1] - counts[0] <= 100 * MOST_OF_A_READ
+    assert counts[1] - counts[0] <= 100 * MOST_OF_A_READ[moments]
