@@ -53,8 +53,7 @@ class ResidentStates:
         try:
             for piece, gradient, index in zip(pieces, gradients, indices, strict=True):
                 arrays, state = self._arrays.get(piece), piece.state
-                if arrays is None or ("max_exp_avg_sq" in arrays) is (state.max_exp_avg_sq is None):
-                    self.bring_home([piece])
+                if arrays is None:
                     host = {name: tensor for name in ARRAYS if (tensor := getattr(state, name)) is not None}
                     arrays = self._arrays[piece] = {
                         name: self._moved(piece.elements_of(tensor)) for name, tensor in host.items()
