@@ -367,13 +367,7 @@ class Transaction:
                     contribution.apply_factors(products)
                 contribution.scale = Scale(clip)
             pending = contribution.pending
-            is_fresh = (
-                pending is not None
-                and pending.slot is not None
-                and pending.hyper == contribution.hyper
-                and not pending.is_stale
-            )
-            if pending is None or not is_fresh:
+            if pending is None or pending.slot is None or pending.is_stale or pending.hyper != contribution.hyper:
                 rest.append(contribution)
             elif pending.scale == contribution.scale:
                 accepted.append(contribution)
