@@ -67,8 +67,6 @@ class Samples:
         if not table.has_copies:
             return []
         found: list[int] = table.differing(rows, everything=everything).tolist()
-        if found:
-            found = [row for row in found if table.is_home(table.states[row])]
         staged = rows[table.is_staged[rows]]
         if table.is_cut:
             staged = table.rows_of(pieces_of([table.states[row] for row in staged]))

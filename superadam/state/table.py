@@ -294,10 +294,6 @@ class ParameterTable:
             segments["gradient"] = addresses
         return segments
 
-    def is_home(self, state: ParameterState) -> bool:
-        """Whether a state is newest in its tensors on the host."""
-        return self.resident is None or not any(map(self.resident.arrays_of, state.pieces))
-
     def bring_home(self, pieces: Iterable[Piece] | None = None) -> None:
         """Bring the state of these pieces, by default all, to the host; return when it is there."""
         if self.resident is not None:
