@@ -107,9 +107,8 @@ class NewValues:
         Does not fail for want of memory, because the state has changed by then.
         """
         values = {shadow: shadow.sources() for shadow in dict.fromkeys(slot.shadow for slot in slots.values())}
-        if slots:
-            sources = [values[shadow][position] for shadow, position in slots.values()]
-            self.device.scatter(sources, [piece.working_copy for piece in slots])
+        sources = [values[shadow][position] for shadow, position in slots.values()]
+        self.device.scatter(sources, [piece.working_copy for piece in slots])
         for shadow in values:
             shadow.keep_published()
         self.mark_published()

@@ -242,8 +242,6 @@ class ParameterTable:
 
     def rows_of(self, pieces: Sequence[Piece]) -> Rows:
         """Return the row numbers of these pieces, in their order."""
-        if pieces is self.states:
-            return self.all_rows
         return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))
 
     def knowledge(self) -> Callable[[ParameterTable], None]:
