@@ -513,9 +513,9 @@ class ParameterState(Piece):
         """Version counter of the master, which kernels leave alone, with that of its whole."""
         return int(places_of([self.master, self.wholes.get("master")])[:, VERSION].sum())
 
-    def check_largest(self, *, is_wanted: bool) -> None:
-        """Raise ValueError where the largest second moment is wanted and cannot be stored."""
-        if is_wanted and self.storage.moments is Moments.CODES:
+    def check_largest(self) -> None:
+        """Raise ValueError where the largest second moment cannot be stored."""
+        if self.storage.moments is Moments.CODES:
             raise ValueError(
                 f"amsgrad is True for {self.name}, whose moments have 8 bits, expected False; "
                 "set amsgrad=False, or make the optimizer with moments='bf16'"
@@ -523,7 +523,6 @@ class ParameterState(Piece):
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
-        self.check_largest(is_wanted=with_max)
         if self.exp_avg is None:
             self.put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters

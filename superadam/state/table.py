@@ -165,12 +165,19 @@ class ParameterTable:
         """Whether any parameter has one."""
         return bool(np.count_nonzero(self._rows["exp_avg"]))
 
-    def create_state(self, state: ParameterState, *, with_max: bool) -> None:
-        """Create what a step of a parameter reads and writes, where it lacks any of it."""
-        if not state.has_state or (with_max and state.max_exp_avg_sq is None):
-            self.bring_home(state.pieces)
-            state.create_state(with_max=with_max)
-            self.is_published[state.row] = False
+    def create_state(self, states: Sequence[ParameterState], each: Sequence[Hyperparameters]) -> None:
+        """Create what a step of these parameters reads and writes, where they lack any of it.
+
+        Raises ValueError, and creates nothing, where one cannot have a largest second moment.
+        """
+        for state, hyper in zip(states, each, strict=True):
+            if hyper.amsgrad:
+                state.check_largest()
+        for state, hyper in zip(states, each, strict=True):
+            if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
+                self.bring_home(state.pieces)
+                state.create_state(with_max=hyper.amsgrad)
+                self.is_published[state.row] = False
 
     def adopt_outside_write(self, state: ParameterState, *, is_final: bool) -> None:
         """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is.

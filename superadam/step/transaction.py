@@ -600,11 +600,7 @@ class Transaction:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
         if self.table.are_ready(rows, runs):
             return False
-        each = hyper_of_each(runs)
-        for state, hyper in zip(states, each, strict=True):
-            state.check_largest(is_wanted=hyper.amsgrad)
-        for state, hyper in zip(states, each, strict=True):
-            self.table.create_state(state, with_max=hyper.amsgrad)
+        self.table.create_state(states, hyper_of_each(runs))
         return True
 
     @contextmanager
