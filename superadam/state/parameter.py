@@ -228,9 +228,10 @@ class Piece:
         """These elements of the parameter."""
         return self.elements_of(self.state.local)
 
-    def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a tensor of this shape on the CPU, in this layout."""
-        return torch.empty_strided(tensor.shape, self.strides, dtype=dtype, device="cpu").copy_(tensor.detach())
+    def host_copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of a tensor of this shape on the CPU, in this layout; of its own dtype by default."""
+        copy = torch.empty_strided(tensor.shape, self.strides, dtype=dtype or tensor.dtype, device="cpu")
+        return copy.copy_(tensor.detach())
 
     def waits_with(self, taken: TakenGradient) -> bool:
         """Whether this gradient waits for its verdict, unchanged."""
@@ -260,7 +261,7 @@ class ParameterState(Piece):
         name: in error messages.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
         cuts: the pieces that it is cut into; none where it is its own only piece.
-        storage, format: how it is stored.
+        storage: how it is stored.
         first_threshold: position of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
         shown: by key, the stand-ins for its `TENSORS` in `optimizer.state`: a write to one is a write to the state.
@@ -293,7 +294,6 @@ class ParameterState(Piece):
         self.is_staged = not on_host or local.stride() != self.strides
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.storage = storage.of(local)
-        self.format = self.storage.format
         self.first_threshold = shards.first_position(parameter) % compact.BLOCK if layout.is_contiguous() else 0
         self.encodings: dict[str, compact.Encoding] = {}
         if self.storage.moments is Moments.CODES:
@@ -398,7 +398,7 @@ class ParameterState(Piece):
         if key not in self.encodings:
             self.put({key: self.host_copy(values, self.dtype_of(key))})
             return True
-        values = flat(values.detach() if self.has_layout(values) else self.host_copy(values, values.dtype))
+        values = flat(values.detach() if self.has_layout(values) else self.host_copy(values))
         arrays = {name: getattr(self, name) for name in (key, SECONDS[key])} if in_place else self.zeros(key)
         is_changed = compact.encode(self.encodings[key], values, *map(flat, arrays.values()))
         if not in_place:
@@ -501,7 +501,7 @@ class ParameterState(Piece):
             )
         if self.has_layout(gradient):
             return gradient.detach() if gradient.requires_grad else gradient
-        return self.host_copy(gradient, gradient.dtype)
+        return self.host_copy(gradient)
 
     @property
     def has_state(self) -> bool:

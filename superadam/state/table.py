@@ -122,7 +122,7 @@ class ParameterTable:
         self._rows["gradient_dtype"] = usual
         is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
-        self._rows["format"] = [piece.state.format for piece in self.pieces]
+        self._rows["format"] = [piece.state.storage.format for piece in self.pieces]
         self._rows["first_threshold"] = [piece.state.first_threshold for piece in self.pieces]
         self._is_double = np.array([piece.is_double for piece in self.pieces], bool)
         self._are_alike = len({*self._is_double.tolist()}) == 1

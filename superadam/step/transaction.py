@@ -452,9 +452,7 @@ class Transaction:
                 if not is_short_of_memory(error):
                     raise
                 for contribution in resident:  # nothing was changed; the host has room
-                    contribution.gradient = contribution.piece.host_copy(
-                        contribution.gradient, contribution.gradient.dtype
-                    )
+                    contribution.gradient = contribution.piece.host_copy(contribution.gradient)
                 update_here = None  # which frees its memory
                 update_here = self._prepared([*here, *resident])
                 self.statistics.displaced += len({piece.state for piece in pieces})
