@@ -377,11 +377,11 @@ class ParameterState(Piece):
         if changed is not None:
             changed(self, arrays.keys())
 
-    def values_of(self, key: str) -> Tensor | None:
-        """Return one of its `TENSORS` in the dtype in which users see it: itself, or a copy of what is encoded."""
-        first: Tensor | None = getattr(self, key)
-        if first is None or key not in self.encodings:
-            return first
+    def values_of(self, key: str) -> Tensor:
+        """Return one of the `TENSORS` that it has in the dtype that users see: itself, or a copy of what is encoded."""
+        if key not in self.encodings:
+            values: Tensor = getattr(self, key)
+            return values
         values = torch.empty_strided(self.shape, self.strides, dtype=self.dtype_of(key), device="cpu")
         self.decode(key, values)
         return values
@@ -415,7 +415,6 @@ class ParameterState(Piece):
         if values.dtype == self.dtype_of(key) and key in self.encodings:
             return self.store(key, values, in_place=True)
         stored = self.values_of(key)
-        assert stored is not None
         given = values.detach().cpu().resolve_neg()
         where = differing(given, (stored if before is None else before).to(given.dtype))
         is_any = bool(where.any())
@@ -441,8 +440,8 @@ class ParameterState(Piece):
         """Write the state's values into a tensor of any dtype, layout and device."""
         if key in self.encodings and self.has_layout(shown) and shown.dtype in (torch.float32, torch.bfloat16):
             self.decode(key, shown)
-        elif (values := self.values_of(key)) is not None:
-            shown.copy_(values)
+        else:
+            shown.copy_(self.values_of(key))
 
     def take_encoded(self, key: str, encoding: compact.Encoding, arrays: tuple[Tensor, Tensor]) -> bool:
         """Have these arrays from now on; return whether they are encoded as here, and could be taken."""

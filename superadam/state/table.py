@@ -188,8 +188,7 @@ class ParameterTable:
             former = self._former_masters.pop(state.row, None)
             if state.master_version != self._known_masters[state.row][0]:  # others have written to the master
                 former = None
-            values = None if is_final else state.values_of("master")
-            kept = values.clone() if former is None and values is not None else former
+            kept = former if former is not None or is_final else state.values_of("master").clone()
             if state.adopt("master", state.local, former) and kept is not None and not is_final:
                 self._former_masters[state.row] = kept
         self.fingerprints.remember(state.row)
