@@ -385,7 +385,7 @@ class TakenGradient:
             with torch_private.inference_mode(False):  # inference tensors have no version counters
                 value = self.value()
                 given = self._copy_of(value, self.dtype) if value is self.pending else value
-                self._forward_to(given)
+                self.forward_to(given)
             parameter: Any = self.parameter
             gradient: Any = getattr(parameter, "grad", None)
             local: Any = shards.local_of(gradient)
@@ -402,20 +402,14 @@ class TakenGradient:
             self.holder._was_given_back(self)
             return given
 
-    def stay(self) -> Tensor:
-        """Leave the gradient where something else refers to it, and return it: handles forward to it."""
-        gradient = self.pending
-        self._forward_to(gradient)
-        return gradient
-
     @staticmethod
     def of_given(given: Tensor) -> TakenGradient:
         """Return what lets a handle forward to an ordinary tensor."""
         taken = TakenGradient(given)
-        taken._forward_to(given)
+        taken.forward_to(given)
         return taken
 
-    def _forward_to(self, given: Tensor) -> None:
+    def forward_to(self, given: Tensor) -> None:
         """Let handles have the memory of an ordinary tensor from now on."""
         self.given = given
         self.alias = self.pending = given.detach()
