@@ -364,7 +364,7 @@ class ParameterTable:
         pending: Sequence[Pending],
         coefficients: CoefficientTable,
         indices: Indices,
-        accepted: Sequence[Pending] | None,
+        accepted: Sequence[Pending],
         num_threads: int | None,
     ) -> None:
         """Write new values to the slots of these gradients as if they were a step; sum squares, fill lists.
@@ -377,7 +377,7 @@ class ParameterTable:
         segments["uncertain"] = [record.listed.records.ctypes.data if record.listed else 0 for record in pending]
         segments["out"] = [record.slot.value.data_ptr() for record in pending if record.slot]
         which = Pass.SPECULATE
-        if accepted is not None:
+        if accepted:
             which = Pass.COMMIT_AND_SPECULATE
             segments["accepted_gradient"] = [record.gradient.data_ptr() for record in accepted]
             segments["accepted_coefficients"] = self.indices_of(rows, accepted, coefficients)

@@ -174,16 +174,14 @@ class Transaction:
             self.table.compute_norm(segments, num_threads=num_threads)
         for chosen in (alone, fused):
             if chosen:
-                self._speculate(chosen, [pending[piece] for piece in chosen], chosen is fused, num_threads)
+                self._speculate(chosen, [pending[piece] for piece in chosen], num_threads)
 
-    def _speculate(
-        self, pieces: Sequence[Piece], pending: Sequence[Pending], fuses: bool, num_threads: int | None
-    ) -> None:
+    def _speculate(self, pieces: Sequence[Piece], pending: Sequence[Pending], num_threads: int | None) -> None:
         rows, coefficients = self.table.rows_of(pieces), CoefficientTable()
         indices = self.table.indices_of(rows, pending, coefficients)
         sets = coefficients.sets
         self._make_lists(pieces, pending, [sets[index].interval is not None for index in indices])
-        accepted = [_pending_of(piece) for piece in pieces] if fuses else None
+        accepted = [piece.pending for piece in pieces if piece.pending is not None]  # of all, or of none
         self.table.run_speculation(rows, pending, coefficients, indices, accepted, num_threads)
 
     def _make_lists(self, pieces: Sequence[Piece], pending: Sequence[Pending], covered: Sequence[bool]) -> None:
