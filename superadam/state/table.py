@@ -305,13 +305,12 @@ class ParameterTable:
                 self.remember_master(piece.state)
 
     def newest_master(self, piece: Piece) -> tuple[Tensor, ...]:
-        """Return the arrays of the newest master, on the host or flat on the device; none of its own master."""
+        """Return the arrays of the newest master of a working copy, on the host or flat on the device."""
         names = ("master", SECONDS["master"]) if "master" in piece.state.encodings else ("master",)
         distant = None if self.resident is None else self.resident.arrays_of(piece)
         if distant is not None:
             return tuple(distant[name] for name in names)
-        tensors = [getattr(piece.state, name) for name in names]
-        return tuple(piece.elements_of(tensor) for tensor in tensors if tensor is not None)
+        return tuple(piece.elements_of(getattr(piece.state, name)) for name in names)
 
     def remember_master(self, state: ParameterState) -> None:
         """Note the master's version: while it stays, a working copy that differs was written to by others."""
