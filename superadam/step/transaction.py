@@ -27,7 +27,7 @@ from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.memory import has_memory
-from superadam.kernels.torch_private import MayLackMemory, is_profiling, is_short_of_memory
+from superadam.kernels.torch_private import MayLackMemory, is_profiling
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
@@ -435,24 +435,22 @@ class Transaction:
         states = [contribution.piece.state for contribution in contributions]
         runs = [(contribution.hyper, 1) for contribution in contributions]
         self._make_ready(states, self.table.rows_of(states), runs)
-        resident = [each for each in contributions if each.is_resident] if self.table.resident is not None else []
-        here = [each for each in contributions if not each.is_resident] if resident else contributions
+        resident = self.table.resident
+        there = [each for each in contributions if each.is_resident] if resident is not None else []
+        here = [each for each in contributions if not each.is_resident] if there else contributions
         update_here = self._prepared(here)  # whose memory is there before anything is changed
-        if resident:
-            pieces = [contribution.piece for contribution in resident]
-            gradients = [contribution.gradient for contribution in resident]
-            try:  # first: the device works while the host does
-                coefficients, indices = self._coefficients(resident)
-                assert self.table.resident is not None
-                self.table.resident.step(pieces, gradients, indices, coefficients.sets)
+        if resident is not None and there:
+            pieces, displaced = [contribution.piece for contribution in there], there
+            with MayLackMemory():  # first: the device works while the host does
+                coefficients, indices = self._coefficients(there)
+                resident.step(pieces, [contribution.gradient for contribution in there], indices, coefficients.sets)
                 self.table.new_values.mark_published()
-            except Exception as error:
-                if not is_short_of_memory(error):
-                    raise
-                for contribution in resident:  # nothing was changed; the host has room
+                displaced = []
+            if displaced:  # nothing was changed; the host has room
+                for contribution in displaced:
                     contribution.gradient = contribution.piece.host_copy(contribution.gradient)
                 update_here = None  # which frees its memory
-                update_here = self._prepared([*here, *resident])
+                update_here = self._prepared([*here, *displaced])
                 self.statistics.displaced += len({piece.state for piece in pieces})
         if update_here is not None:
             update_here()
