@@ -630,7 +630,8 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     if is_plain:
         del gradient, local
         if not all(map(operator.le, references(sys.getrefcount(taken.pending), taken.pending), _OF_PENDING)):
-            gradient = taken.stay()  # another thread has looked before the handle was there
+            gradient = taken.pending  # at which another thread has looked before the handle was there
+            taken.forward_to(gradient)
             if parameter.grad is handle:  # no other thread runs before the next line
                 parameter.grad = gradient
             return None

@@ -113,17 +113,13 @@ class Factor:
         """Return `number` as torch rounds it before it multiplies, or divides, a gradient of this dtype there."""
         if dtype == torch.float64:
             return self.number
+        is_tensor = isinstance(self.value, Tensor)
         if on_cpu:
-            is_narrowed = self.is_of_list and self.kind is FactorKind.MULTIPLY and not isinstance(self.value, Tensor)
-        else:
-            is_narrowed = self._is_narrowed_on_gpu
+            is_narrowed = self.is_of_list and self.kind is FactorKind.MULTIPLY and not is_tensor
+        else:  # a GPU narrows one in its memory, but not a loss scale
+            is_narrowed = is_tensor and not self.value.is_cpu and self.kind is not FactorKind.UNSCALE
         number = ctypes.c_float(self.number).value
         return float(torch.tensor(number, dtype=dtype, device="cpu")) if is_narrowed else number
-
-    @property
-    def _is_narrowed_on_gpu(self) -> bool:
-        """Whether a GPU rounds the scalar to the gradient's dtype first: one in its memory, but not a loss scale."""
-        return isinstance(self.value, Tensor) and not self.value.is_cpu and self.kind is not FactorKind.UNSCALE
 
     def apply(self, gradient: Tensor) -> None:
         """Do what torch was called to do to a gradient, which is on the device of the original."""
@@ -139,7 +135,7 @@ class Factor:
     def apply_on_host(self, gradient: Tensor) -> None:
         """Do what a GPU does to a gradient, with the same rounding, to its copy on the CPU."""
         if isinstance(self.value, Tensor) and not self.value.is_cpu:
-            dtype = gradient.dtype if self._is_narrowed_on_gpu else self.value.dtype
+            dtype = self.value.dtype if self.kind is FactorKind.UNSCALE else gradient.dtype
             replace(self, value=self.value.to("cpu", dtype)).apply(gradient)
         elif self.kind is FactorKind.DIVIDE and not self.is_of_list:
             # A GPU divides by a scalar of the host through its inverse, in the precision it computes in.
@@ -389,7 +385,7 @@ class TakenGradient:
             with torch_private.inference_mode(False):  # inference tensors have no version counters
                 value = self.value()
                 given = self._copy_of(value, self.dtype) if value is self.pending else value
-                self._forward_to(given)
+                self.forward_to(given)
             parameter: Any = self.parameter
             gradient: Any = getattr(parameter, "grad", None)
             local: Any = shards.local_of(gradient)
@@ -406,20 +402,14 @@ class TakenGradient:
             self.holder._was_given_back(self)
             return given
 
-    def stay(self) -> Tensor:
-        """Leave the gradient where something else refers to it, and return it: handles forward to it."""
-        gradient = self.pending
-        self._forward_to(gradient)
-        return gradient
-
     @staticmethod
     def of_given(given: Tensor) -> TakenGradient:
         """Return what lets a handle forward to an ordinary tensor."""
         taken = TakenGradient(given)
-        taken._forward_to(given)
+        taken.forward_to(given)
         return taken
 
-    def _forward_to(self, given: Tensor) -> None:
+    def forward_to(self, given: Tensor) -> None:
         """Let handles have the memory of an ordinary tensor from now on."""
         self.given = given
         self.alias = self.pending = given.detach()

@@ -311,10 +311,9 @@ class Binding(GradientHolder):
 
     def create_state(self, groups: Groups) -> None:
         """Create the state of every parameter with a gradient, as it is before the first step."""
-        table = self.bound(groups).table
-        for state, hyper in zip(table.states, hyper_by_row(groups), strict=True):
-            if state.parameter.grad is not None:
-                table.create_state(state, with_max=hyper.amsgrad)
+        table, each = self.bound(groups).table, hyper_by_row(groups)
+        states = [state for state in table.states if state.parameter.grad is not None]
+        table.create_state(states, [each[state.row] for state in states])
         self._refresh_entries()
 
     def conclude(self, transaction: Transaction, outcome: StepOutcome, applied: Applied | None) -> None:

@@ -164,12 +164,12 @@ class PublishedState:
     def write(self, table: ParameterTable, states: Collection[ParameterState] | None = None) -> None:
         """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay.
 
-        `states` are those of rows that may be newer; all by default.
+        `states` are those of rows that may be newer; all by default. Their state is on the host.
         """
         if states is None:
             states = [table.states[row] for row in np.flatnonzero(~table.is_published).tolist()]
         for state in states:
-            if table.is_published[state.row] or not table.is_home(state):
+            if table.is_published[state.row]:
                 continue
             entry = self.entries.get(state.parameter)
             if entry is None:

@@ -107,9 +107,8 @@ class NewValues:
         Does not fail for want of memory, because the state has changed by then.
         """
         values = {shadow: shadow.sources() for shadow in dict.fromkeys(slot.shadow for slot in slots.values())}
-        if slots:
-            sources = [values[shadow][position] for shadow, position in slots.values()]
-            self.device.scatter(sources, [piece.working_copy for piece in slots])
+        sources = [values[shadow][position] for shadow, position in slots.values()]
+        self.device.scatter(sources, [piece.working_copy for piece in slots])
         for shadow in values:
             shadow.keep_published()
         self.mark_published()
@@ -150,6 +149,9 @@ class Shadow:
     Args:
         memory: on the device, where the values go as soon as they are written; None to wait on the host.
         host: a flat buffer for them; without, one is allocated when it is first needed.
+
+    Attributes:
+        sent: the flat values on the device, and the event after which they are there; None while they wait on the host.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class Shadow:
         self._travels = device.has_link and not device.is_host(layout.states[0].state.local)
         self.layout, self._memory, self._host = layout, memory, host
         self._views: list[Tensor] = []
-        self._arrived: Event | None = None
+        self.sent: tuple[Tensor, Event] | None = None
 
     @property
     def values(self) -> list[Tensor]:
@@ -173,24 +175,19 @@ class Shadow:
             self._views = self.layout.views(self._host)
         return self._views
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether the values have left the host."""
-        return self._arrived is not None
-
     def send(self) -> None:
         """Start the upload of the values, if they have memory on the device."""
         if self._memory is not None and self._host is not None:
             distant = self._memory.view(self.dtype)[: self.layout.numel]
-            self._arrived = self.new_values.upload(self._host, distant)
+            self.sent = distant, self.new_values.upload(self._host, distant)
             self._host, self._views = None, self.layout.views(distant)
 
     def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
         """Replace values on the device by others, behind the event and everything that writes them."""
         self.sources()  # which the current stream may write from now on
         self.new_values.device.wait(Stream.CURRENT, arrived)
-        assert self._memory is not None
-        self.new_values.device.put(self._memory.view(self.dtype)[: self.layout.numel], index, values)
+        assert self.sent is not None
+        self.new_values.device.put(self.sent[0], index, values)
 
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
@@ -200,10 +197,10 @@ class Shadow:
             if self._memory is not None:  # it may be used by what the current stream has still to do
                 device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
         self.send()
-        if self._arrived is not None:
-            device.wait(Stream.CURRENT, self._arrived)
-            assert self._memory is not None
-            device.record_stream(self._memory, Stream.CURRENT)
+        if self.sent is not None:
+            distant, arrived = self.sent
+            device.wait(Stream.CURRENT, arrived)
+            device.record_stream(distant, Stream.CURRENT)
         return self._views
 
     def keep_published(self) -> None:
@@ -232,7 +229,7 @@ class Patch:
         self.targets: Sequence[Tensor] = ()
         self.places: Sequence[Tensor] = ()
         self._distant: list[Tensor] = []
-        if shadow.is_sent:
+        if shadow.sent is not None:
             self._host = [device.host_empty(total, dtype) for dtype in (torch.int32, shadow.dtype)]
             self._distant = [device.empty(total, dtype, Stream.CURRENT) for dtype in (torch.int32, shadow.dtype)]
             self.places = torch.split(self._host[0], [*counts])

@@ -230,9 +230,10 @@ class Piece:
         """These elements of the parameter."""
         return self.elements_of(self.state.local)
 
-    def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a tensor of this shape on the CPU, in this layout."""
-        return torch.empty_strided(tensor.shape, self.strides, dtype=dtype, device="cpu").copy_(tensor.detach())
+    def host_copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of a tensor of this shape on the CPU, in this layout; of its own dtype by default."""
+        copy = torch.empty_strided(tensor.shape, self.strides, dtype=dtype or tensor.dtype, device="cpu")
+        return copy.copy_(tensor.detach())
 
     def waits_with(self, taken: TakenGradient) -> bool:
         """Whether this gradient waits for its verdict, unchanged."""
@@ -262,7 +263,7 @@ class ParameterState(Piece):
         name: in error messages.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
         cuts: the pieces that it is cut into; none where it is its own only piece.
-        storage, format: how it is stored.
+        storage: how it is stored.
         first_threshold: position of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
         shown: by key, the stand-ins for its `TENSORS` in `optimizer.state`: a write to one is a write to the state.
@@ -295,7 +296,6 @@ class ParameterState(Piece):
         self.is_staged = not on_host or local.stride() != self.strides
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.storage = storage.of(local)
-        self.format = self.storage.format
         self.first_threshold = shards.first_position(parameter) % compact.BLOCK if layout.is_contiguous() else 0
         self.encodings: dict[str, compact.Encoding] = {}
         if self.storage.moments is Moments.CODES:
@@ -379,11 +379,11 @@ class ParameterState(Piece):
         if changed is not None:
             changed(self, arrays.keys())
 
-    def values_of(self, key: str) -> Tensor | None:
-        """Return one of its `TENSORS` in the dtype in which users see it: itself, or a copy of what is encoded."""
-        first: Tensor | None = getattr(self, key)
-        if first is None or key not in self.encodings:
-            return first
+    def values_of(self, key: str) -> Tensor:
+        """Return one of the `TENSORS` that it has in the dtype that users see: itself, or a copy of what is encoded."""
+        if key not in self.encodings:
+            values: Tensor = getattr(self, key)
+            return values
         values = torch.empty_strided(self.shape, self.strides, dtype=self.dtype_of(key), device="cpu")
         self.decode(key, values)
         return values
@@ -400,7 +400,7 @@ class ParameterState(Piece):
         if key not in self.encodings:
             self.put({key: self.host_copy(values, self.dtype_of(key))})
             return True
-        values = flat(values.detach() if self.has_layout(values) else self.host_copy(values, values.dtype))
+        values = flat(values.detach() if self.has_layout(values) else self.host_copy(values))
         arrays = {name: getattr(self, name) for name in (key, SECONDS[key])} if in_place else self.zeros(key)
         is_changed = compact.encode(self.encodings[key], values, *map(flat, arrays.values()))
         if not in_place:
@@ -417,7 +417,6 @@ class ParameterState(Piece):
         if values.dtype == self.dtype_of(key) and key in self.encodings:
             return self.store(key, values, in_place=True)
         stored = self.values_of(key)
-        assert stored is not None
         given = values.detach().cpu().resolve_neg()
         where = differing(given, (stored if before is None else before).to(given.dtype))
         is_any = bool(where.any())
@@ -443,8 +442,8 @@ class ParameterState(Piece):
         """Write the state's values into a tensor of any dtype, layout and device."""
         if key in self.encodings and self.has_layout(shown) and shown.dtype in (torch.float32, torch.bfloat16):
             self.decode(key, shown)
-        elif (values := self.values_of(key)) is not None:
-            shown.copy_(values)
+        else:
+            shown.copy_(self.values_of(key))
 
     def take_encoded(self, key: str, encoding: compact.Encoding, arrays: tuple[Tensor, Tensor]) -> bool:
         """Have these arrays from now on; return whether they are encoded as here, and could be taken."""
@@ -503,7 +502,7 @@ class ParameterState(Piece):
             )
         if self.has_layout(gradient):
             return gradient.detach() if gradient.requires_grad else gradient
-        return self.host_copy(gradient, gradient.dtype)
+        return self.host_copy(gradient)
 
     @property
     def has_state(self) -> bool:
@@ -515,9 +514,9 @@ class ParameterState(Piece):
         """Version counter of the master, which kernels leave alone, with that of its whole."""
         return int(places_of([self.master, self.wholes.get("master")])[:, VERSION].sum())
 
-    def check_largest(self, *, is_wanted: bool) -> None:
-        """Raise ValueError where the largest second moment is wanted and cannot be stored."""
-        if is_wanted and self.storage.moments is Moments.CODES:
+    def check_largest(self) -> None:
+        """Raise ValueError where the largest second moment cannot be stored."""
+        if self.storage.moments is Moments.CODES:
             raise ValueError(
                 f"amsgrad is True for {self.name}, whose moments have 8 bits, expected False; "
                 "set amsgrad=False, or make the optimizer with moments='bf16'"
@@ -525,7 +524,6 @@ class ParameterState(Piece):
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
-        self.check_largest(is_wanted=with_max)
         if self.exp_avg is None:
             self.put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters

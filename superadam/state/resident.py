@@ -53,8 +53,7 @@ class ResidentStates:
         try:
             for piece, gradient, index in zip(pieces, gradients, indices, strict=True):
                 arrays, state = self._arrays.get(piece), piece.state
-                if arrays is None or ("max_exp_avg_sq" in arrays) is (state.max_exp_avg_sq is None):
-                    self.bring_home([piece])
+                if arrays is None:
                     host = {name: tensor for name in ARRAYS if (tensor := getattr(state, name)) is not None}
                     arrays = self._arrays[piece] = {
                         name: self._moved(piece.elements_of(tensor)) for name, tensor in host.items()
@@ -66,9 +65,8 @@ class ResidentStates:
                     values = values.as_strided(piece.shape, piece.strides)
                     delivered.append((parameter.data, values))
                     parameter = values
-                tensors: dict[str, Any] = {name: arrays.get(name) for name in ARRAYS}
-                tensors |= {"gradient": gradient, "parameter": parameter}
-                steps.append(ResidentStep(**tensors, coefficients=int(index), first_threshold=state.first_threshold))
+                given: dict[str, Any] = {"max_exp_avg_sq": None, **arrays, "gradient": gradient, "parameter": parameter}
+                steps.append(ResidentStep(**given, coefficients=index, first_threshold=state.first_threshold))
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for piece in arrived for tensor in self._arrays[piece].values()):

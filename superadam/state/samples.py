@@ -67,8 +67,6 @@ class Samples:
         if not table.has_copies:
             return []
         found: list[int] = table.differing(rows, everything=everything).tolist()
-        if found:
-            found = [row for row in found if table.is_home(table.states[row])]
         staged = rows[table.is_staged[rows]]
         if table.is_cut:
             staged = table.rows_of(pieces_of([table.states[row] for row in staged]))
@@ -77,7 +75,8 @@ class Samples:
             if not everything:
                 begin = STAGED_ROWS * int(table.steps[table.owners[staged]].max()) % len(staged)
                 staged = np.roll(staged, -begin)[:STAGED_ROWS]
-            pieces = [piece for row in staged.tolist() if has_memory((piece := table.pieces[row]).state.local)]
+            pieces = [table.pieces[row] for row in staged.tolist()]
+            pieces = [piece for piece in pieces if piece.state.master is not None and has_memory(piece.state.local)]
             found += dict.fromkeys(self._written(pieces) if everything else self._sampled(pieces))
         if everything:
             for row in set(rows.tolist()).difference(found):
@@ -87,10 +86,8 @@ class Samples:
     def _written(self, pieces: Sequence[Piece]) -> list[int]:
         found = []
         for piece in pieces:
-            arrays, working_copy = self._table.newest_master(piece), piece.working_copy
-            if not arrays:
-                continue
-            master = _values([flat(array).cpu() for array in arrays])
+            working_copy = piece.working_copy
+            master = _values([flat(array).cpu() for array in self._table.newest_master(piece)])
             rounded = master.as_strided(piece.shape, piece.strides).to(working_copy.dtype)
             if differing(working_copy.detach().cpu(), rounded).any():
                 found.append(piece.state.row)
@@ -104,8 +101,6 @@ class Samples:
         kinds = defaultdict[object, list[tuple[int, Tensor, list[Tensor]]]](list)
         for piece in pieces:
             arrays, working_copy, blocks = self._table.newest_master(piece), piece.working_copy, self._blocks[piece.row]
-            if not arrays:
-                continue
             is_dense = working_copy.stride() == piece.strides
             samples = _cut(working_copy, blocks) if is_dense else _cut_with_gaps(working_copy, piece.strides, blocks)
             kinds[blocks[1], piece.parameter_dtype, working_copy.device, arrays[0].device, len(arrays)].append(

@@ -122,7 +122,7 @@ class ParameterTable:
         self._rows["gradient_dtype"] = usual
         is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
         self._rows["out_dtype"] = np.where(is_own_master, Dtype.NONE, self._rows["gradient_dtype"])
-        self._rows["format"] = [piece.state.format for piece in self.pieces]
+        self._rows["format"] = [piece.state.storage.format for piece in self.pieces]
         self._rows["first_threshold"] = [piece.state.first_threshold for piece in self.pieces]
         self._is_double = np.array([piece.is_double for piece in self.pieces], bool)
         self._are_alike = len({*self._is_double.tolist()}) == 1
@@ -165,12 +165,19 @@ class ParameterTable:
         """Whether any parameter has one."""
         return bool(np.count_nonzero(self._rows["exp_avg"]))
 
-    def create_state(self, state: ParameterState, *, with_max: bool) -> None:
-        """Create what a step of a parameter reads and writes, where it lacks any of it."""
-        if not state.has_state or (with_max and state.max_exp_avg_sq is None):
-            self.bring_home(state.pieces)
-            state.create_state(with_max=with_max)
-            self.is_published[state.row] = False
+    def create_state(self, states: Sequence[ParameterState], each: Sequence[Hyperparameters]) -> None:
+        """Create what a step of these parameters reads and writes, where they lack any of it.
+
+        Raises ValueError, and creates nothing, where one cannot have a largest second moment.
+        """
+        for state, hyper in zip(states, each, strict=True):
+            if hyper.amsgrad:
+                state.check_largest()
+        for state, hyper in zip(states, each, strict=True):
+            if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
+                self.bring_home(state.pieces)
+                state.create_state(with_max=hyper.amsgrad)
+                self.is_published[state.row] = False
 
     def adopt_outside_write(self, state: ParameterState, *, is_final: bool) -> None:
         """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is.
@@ -181,8 +188,7 @@ class ParameterTable:
             former = self._former_masters.pop(state.row, None)
             if state.master_version != self._known_masters[state.row][0]:  # others have written to the master
                 former = None
-            values = None if is_final else state.values_of("master")
-            kept = values.clone() if former is None and values is not None else former
+            kept = former if former is not None or is_final else state.values_of("master").clone()
             if state.adopt("master", state.local, former) and kept is not None and not is_final:
                 self._former_masters[state.row] = kept
         self.fingerprints.remember(state.row)
@@ -242,8 +248,6 @@ class ParameterTable:
 
     def rows_of(self, pieces: Sequence[Piece]) -> Rows:
         """Return the row numbers of these pieces, in their order."""
-        if pieces is self.states:
-            return self.all_rows
         return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))
 
     def knowledge(self) -> Callable[[ParameterTable], None]:
@@ -294,10 +298,6 @@ class ParameterTable:
             segments["gradient"] = addresses
         return segments
 
-    def is_home(self, state: ParameterState) -> bool:
-        """Whether a state is newest in its tensors on the host."""
-        return self.resident is None or not any(map(self.resident.arrays_of, state.pieces))
-
     def bring_home(self, pieces: Iterable[Piece] | None = None) -> None:
         """Bring the state of these pieces, by default all, to the host; return when it is there."""
         if self.resident is not None:
@@ -305,13 +305,12 @@ class ParameterTable:
                 self.remember_master(piece.state)
 
     def newest_master(self, piece: Piece) -> tuple[Tensor, ...]:
-        """Return the arrays of the newest master, on the host or flat on the device; none of its own master."""
+        """Return the arrays of the newest master of a working copy, on the host or flat on the device."""
         names = ("master", SECONDS["master"]) if "master" in piece.state.encodings else ("master",)
         distant = None if self.resident is None else self.resident.arrays_of(piece)
         if distant is not None:
             return tuple(distant[name] for name in names)
-        tensors = [getattr(piece.state, name) for name in names]
-        return tuple(piece.elements_of(tensor) for tensor in tensors if tensor is not None)
+        return tuple(piece.elements_of(getattr(piece.state, name)) for name in names)
 
     def remember_master(self, state: ParameterState) -> None:
         """Note the master's version: while it stays, a working copy that differs was written to by others."""
@@ -364,7 +363,7 @@ class ParameterTable:
         pending: Sequence[Pending],
         coefficients: CoefficientTable,
         indices: Indices,
-        accepted: Sequence[Pending] | None,
+        accepted: Sequence[Pending],
         num_threads: int | None,
     ) -> None:
         """Write new values to the slots of these gradients as if they were a step; sum squares, fill lists.
@@ -377,7 +376,7 @@ class ParameterTable:
         segments["uncertain"] = [record.listed.records.ctypes.data if record.listed else 0 for record in pending]
         segments["out"] = [record.slot.value.data_ptr() for record in pending if record.slot]
         which = Pass.SPECULATE
-        if accepted is not None:
+        if accepted:
             which = Pass.COMMIT_AND_SPECULATE
             segments["accepted_gradient"] = [record.gradient.data_ptr() for record in accepted]
             segments["accepted_coefficients"] = self.indices_of(rows, accepted, coefficients)

@@ -65,8 +65,8 @@ def outcome_of(total: float, nonfinite: int, clip: float) -> StepOutcome:
 
 def judge(norm: GradientNorm | RanksNorm, max_norm: float | None) -> StepOutcome:
     """Return the outcome of a step whose gradients have this norm; a `max_norm` of None or inf is no limit."""
-    total, count = norm.total, norm.count
-    return outcome_of(total, count, 1.0 if count else clip_coefficient(total, max_norm))
+    total = norm.total
+    return outcome_of(total, norm.count, clip_coefficient(total, max_norm))
 
 
 class Applied(NamedTuple):

@@ -27,7 +27,7 @@ from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.memory import has_memory
-from superadam.kernels.torch_private import MayLackMemory, is_profiling, is_short_of_memory
+from superadam.kernels.torch_private import MayLackMemory, is_profiling
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
@@ -174,16 +174,14 @@ class Transaction:
             self.table.compute_norm(segments, num_threads=num_threads)
         for chosen in (alone, fused):
             if chosen:
-                self._speculate(chosen, [pending[piece] for piece in chosen], chosen is fused, num_threads)
+                self._speculate(chosen, [pending[piece] for piece in chosen], num_threads)
 
-    def _speculate(
-        self, pieces: Sequence[Piece], pending: Sequence[Pending], fuses: bool, num_threads: int | None
-    ) -> None:
+    def _speculate(self, pieces: Sequence[Piece], pending: Sequence[Pending], num_threads: int | None) -> None:
         rows, coefficients = self.table.rows_of(pieces), CoefficientTable()
         indices = self.table.indices_of(rows, pending, coefficients)
         sets = coefficients.sets
         self._make_lists(pieces, pending, [sets[index].interval is not None for index in indices])
-        accepted = [_pending_of(piece) for piece in pieces] if fuses else None
+        accepted = [piece.pending for piece in pieces if piece.pending is not None]  # of all, or of none
         self.table.run_speculation(rows, pending, coefficients, indices, accepted, num_threads)
 
     def _make_lists(self, pieces: Sequence[Piece], pending: Sequence[Pending], covered: Sequence[bool]) -> None:
@@ -367,13 +365,7 @@ class Transaction:
                     contribution.apply_factors(products)
                 contribution.scale = Scale(clip)
             pending = contribution.pending
-            is_fresh = (
-                pending is not None
-                and pending.slot is not None
-                and pending.hyper == contribution.hyper
-                and not pending.is_stale
-            )
-            if pending is None or not is_fresh:
+            if pending is None or pending.slot is None or pending.is_stale or pending.hyper != contribution.hyper:
                 rest.append(contribution)
             elif pending.scale == contribution.scale:
                 accepted.append(contribution)
@@ -443,26 +435,22 @@ class Transaction:
         states = [contribution.piece.state for contribution in contributions]
         runs = [(contribution.hyper, 1) for contribution in contributions]
         self._make_ready(states, self.table.rows_of(states), runs)
-        resident = [each for each in contributions if each.is_resident] if self.table.resident is not None else []
-        here = [each for each in contributions if not each.is_resident] if resident else contributions
+        resident = self.table.resident
+        there = [each for each in contributions if each.is_resident] if resident is not None else []
+        here = [each for each in contributions if not each.is_resident] if there else contributions
         update_here = self._prepared(here)  # whose memory is there before anything is changed
-        if resident:
-            pieces = [contribution.piece for contribution in resident]
-            gradients = [contribution.gradient for contribution in resident]
-            try:  # first: the device works while the host does
-                coefficients, indices = self._coefficients(resident)
-                assert self.table.resident is not None
-                self.table.resident.step(pieces, gradients, indices, coefficients.sets)
+        if resident is not None and there:
+            pieces, displaced = [contribution.piece for contribution in there], there
+            with MayLackMemory():  # first: the device works while the host does
+                coefficients, indices = self._coefficients(there)
+                resident.step(pieces, [contribution.gradient for contribution in there], indices, coefficients.sets)
                 self.table.new_values.mark_published()
-            except Exception as error:
-                if not is_short_of_memory(error):
-                    raise
-                for contribution in resident:  # nothing was changed; the host has room
-                    contribution.gradient = contribution.piece.host_copy(
-                        contribution.gradient, contribution.gradient.dtype
-                    )
+                displaced = []
+            if displaced:  # nothing was changed; the host has room
+                for contribution in displaced:
+                    contribution.gradient = contribution.piece.host_copy(contribution.gradient)
                 update_here = None  # which frees its memory
-                update_here = self._prepared([*here, *resident])
+                update_here = self._prepared([*here, *displaced])
                 self.statistics.displaced += len({piece.state for piece in pieces})
         if update_here is not None:
             update_here()
@@ -606,11 +594,7 @@ class Transaction:
         """Create the state that a step with these hyper-parameters reads and writes; return whether any was missing."""
         if self.table.are_ready(rows, runs):
             return False
-        each = hyper_of_each(runs)
-        for state, hyper in zip(states, each, strict=True):
-            state.check_largest(is_wanted=hyper.amsgrad)
-        for state, hyper in zip(states, each, strict=True):
-            self.table.create_state(state, with_max=hyper.amsgrad)
+        self.table.create_state(states, hyper_of_each(runs))
         return True
 
     @contextmanager

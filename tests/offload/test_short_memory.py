@@ -167,4 +167,4 @@ def values_on_device(free: int, first_eagerness: float) -> list[bool]:
             model(batch(seed, torch.bfloat16)).float().square().mean().backward()
         scheduler._catch_up()
         states = scheduler._transaction.table.states
-        return [state.pending.slot.shadow.is_sent for state in states if state.pending.slot]
+        return [state.pending.slot.shadow.sent is not None for state in states if state.pending.slot]

@@ -165,7 +165,7 @@ def test_values_come_up_while_backward_goes_on() -> None:
     slot.value.fill_(1.0)
     slot.shadow.send()
     device.record(Stream.UPLOAD).synchronize()
-    assert slot.shadow._arrived.query()
+    assert slot.shadow.sent[1].query()
     assert not goes_on
 
 

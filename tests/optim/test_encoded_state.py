@@ -318,6 +318,17 @@ def test_amsgrad_and_formats_of_a_group_are_refused(what: str, order: int) -> No
     assert optimizer.param_groups[0]["amsgrad"] is False
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_amsgrad_is_refused_before_state_is_made_for_a_checkpoint(order, monkeypatch):
+    """As torch.distributed.checkpoint asks for it."""
+    optimizer = make()
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][::order]
+    give_gradients(optimizer, 1)
+    monkeypatch.setattr("superadam.optim.checkpoint.is_asked_for_template", lambda: True)
+    with refused(optimizer, ValueError, AMSGRAD["switched on"][1]):
+        _switch_on(optimizer)
+
+
 def test_a_parameter_of_another_dtype_keeps_its_state() -> None:
     optimizer = trained(make())
     before = entry_bits(first(optimizer))

@@ -45,6 +45,8 @@ class Household:
         self.steps += 1
         states, table, generator = [self.states[row] for row in rows], CoefficientTable(), torch.Generator()
         for state in states:
+            if hyper.amsgrad and state.max_exp_avg_sq is None:  # as `ParameterTable.create_state`
+                self.resident.bring_home([state])
             state.create_state(with_max=hyper.amsgrad)
         gradients = [
             torch.randn(state.shape, generator=generator.manual_seed(self.steps)).to(state.parameter_dtype)
