@@ -192,6 +192,8 @@ def test_what_is_unknown_is_refused(rank):
     uneven = [Part("all", (8,), mesh, [Shard(0)]), Part("some", (8,), mesh, [Shard(0)])][: 2 - (rank == 1)]
     told = r"^some is distributed over ranks \[0, 1, 2, 3\], and only the optimizers of ranks \[0, 2, 3\] have it"
     raises(RuntimeError, told, lambda: one_step(uneven))
+    told = r"^weight is \(4, 3\) on ranks \[0, 1\] and \(4, 3\) on ranks \[0, 1, 2, 3\] and .*, or one that has another"
+    raises(RuntimeError, told, lambda: one_step([*half, Part("weight", (4, 3), mesh, [Shard(0)])], world))
     small = distributed.new_group([0, 1])
     if rank >= 2:
         told = f"^process_group is a group without this rank, {rank}, expected one of the ranks that train together"
