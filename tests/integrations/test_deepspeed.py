@@ -420,6 +420,13 @@ def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
     assert everything(copy) == everything(DATA / "zero2-2/universal")
 
 
+def test_round_robin_of_another_stage_is_none(tmp_path):
+    content = {"round_robin_gradients": True, "stage": 1}
+    change = changed_model(lambda it: it["ds_config"]["zero_optimization"].update(content))
+    copy = edited(tmp_path, "zero2-2/universal", "*model_states*", change)
+    assert everything(copy) == everything(DATA / "zero2-2/universal")
+
+
 @pytest.mark.parametrize("folder", ["zero2-1", "zero3-2-small", "zero3-2/universal"])
 def test_a_flipped_bit_is_refused_or_is_one_that_nothing_reads(tmp_path, folder):
     expected, draw = everything(DATA / folder), random.Random(folder)
