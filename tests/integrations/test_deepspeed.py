@@ -246,6 +246,14 @@ def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
     assert torch.equal(found["up.weight"], optimizer.state[model.up.weight]["master"])
 
 
+def test_tied_weights_are_written_once(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    weight = torch.nn.Parameter(torch.ones(3))
+    tied = torch.nn.ParameterList([weight, weight])
+    deepspeed.save_fp32(tmp_path / "model", tied, SpeculativeCPUAdamW([weight]))
+    assert [*safetensors.load_file(tmp_path / "model/model.safetensors")] == ["0"]
+
+
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     (tmp_path / "other").write_text("")
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -418,6 +426,15 @@ def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
     path.unlink()  # which is mapped
     torch.save({"partition_count": [1, 1], "param_groups": groups}, path)
     assert everything(copy) == everything(DATA / "zero2-2/universal")
+
+
+def test_files_without_checksums_are_not_taken_for_damaged_ones(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        copy = edited(tmp_path, "zero2-1", "*model_states*", changed_model(lambda content: None))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert everything(copy) == everything(DATA / "zero2-1")
 
 
 def test_round_robin_of_another_stage_is_none(tmp_path):
