@@ -197,6 +197,8 @@ def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda, tmp_
     [
         (1 << 30, HostNeeds(pending=1 << 20, largest=1 << 16), (2 << 20) + 4 * (1 << 16)),  # those of the step before
         (1 << 30, HostNeeds(state=1 << 30, pending=1 << 20), 1 << 20),  # unless state is to take their room
+        (4 << 20, HostNeeds(pending=1 << 20), 2 << 20),  # twice as much of them is left besides
+        ((4 << 20) - 1024, HostNeeds(pending=1 << 20), 1 << 20),
         (None, HostNeeds(pending=1 << 16, largest=1 << 12), (1 << 16) + (4 << 12)),  # a machine that does not say
         (None, HostNeeds(shadows=1 << 20), 1 << 20),  # new values that wait on the host
     ],

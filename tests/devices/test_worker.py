@@ -83,6 +83,16 @@ def test_jobs_have_the_usual_floating_point_mode_whoever_starts_the_thread(idle)
     assert modes == [True]
 
 
+def test_jobs_are_awaited_only_while_somebody_waits(worker):
+    seen = []
+    for _ in range(2):
+        worker.submit(lambda is_awaited: seen.append(is_awaited()))
+        wait_until(lambda: worker.is_idle)
+        worker.submit(lambda is_awaited: wait_until(is_awaited))
+        worker.drain()
+    assert seen == [False, False]
+
+
 def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker):
     """In another thread, for which `drain` waits."""
     gate, started, threads = threading.Event(), threading.Event(), []

@@ -100,6 +100,18 @@ def test_what_is_no_answer_of_another_rank_is_refused(monkeypatch):
     raises(RuntimeError, told, lambda: ranks.norm(Question.STEP, None, 0, lambda classes: [0.0]))
 
 
+def test_any_number_of_kinds_of_copies_has_room(monkeypatch):
+    """Also where that is as many as the words of sums, of which one is for what has none."""
+    monkeypatch.setattr(
+        torch.distributed, "all_gather", lambda received, sent, group: [one.copy_(sent) for one in received]
+    )
+    for count in (14, 15, 16, 31, 32):
+        ranks = Ranks([0, 1], "cpu")
+        ranks._copies = dict.fromkeys((((0,),) * number for number in range(2, 2 + count)), 0.0)
+        norm = ranks.norm(Question.STEP, None, 0, lambda classes, count=count: [1.0] * (1 + count))
+        assert norm.total == math.sqrt(2 + count)
+
+
 @on_ranks(2)
 def test_gradients_on_one_rank_only(rank):
     """A rank without any gradient takes part all the same."""

@@ -395,3 +395,8 @@ def test_group_that_does_not_show_its_gradients(rank):
         with pytest.raises(RuntimeError, match=r"gradients in .grad are not those that were reduced last, expected"):
             run.optimizer.step()
     assert all(torch.equal(one, local(other)) for one, other in zip(before, run.oracle.tensors, strict=True))
+    take_reduced_gradients(run.optimizer, run.model)
+    run.optimizer.zero_grad()
+    run.backward(1)
+    run.optimizer.step()
+    assert run.optimizer.statistics.steps == 1

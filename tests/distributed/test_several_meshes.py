@@ -192,6 +192,8 @@ def test_what_is_unknown_is_refused(rank):
     uneven = [Part("all", (8,), mesh, [Shard(0)]), Part("some", (8,), mesh, [Shard(0)])][: 2 - (rank == 1)]
     told = r"^some is distributed over ranks \[0, 1, 2, 3\], and only the optimizers of ranks \[0, 2, 3\] have it"
     raises(RuntimeError, told, lambda: one_step(uneven))
+    told = r"^weight is \(4, 3\) on ranks \[0, 1\] and \(4, 3\) on ranks \[0, 1, 2, 3\] and .*, or one that has another"
+    raises(RuntimeError, told, lambda: one_step([*half, Part("weight", (4, 3), mesh, [Shard(0)])], world))
     small = distributed.new_group([0, 1])
     if rank >= 2:
         told = f"^process_group is a group without this rank, {rank}, expected one of the ranks that train together"
@@ -203,7 +205,7 @@ def test_what_is_unknown_is_refused(rank):
 
 @on_ranks(4)
 def test_some_ranks_train_together(rank):
-    """Two trainings in one job, which know nothing of each other; a parameter is added to one of them later."""
+    """Two trainings in one job, which know nothing of each other; one gets parameters later, also on one rank alone."""
     groups = [distributed.new_group(some) for some in ([0, 1], [2, 3])]
     job = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("job", "copies", "data"))
     stage, gradients = job["copies"], 1 + rank // 2
@@ -217,6 +219,12 @@ def test_some_ranks_train_together(rank):
         optimizer.zero_grad()
         late.grad = torch.ones_like(late)
         assert optimizer.clip_grad_norm_(math.inf).item() == math.sqrt(6.0)
+        optimizer.step()
+        if rank == 0:
+            of_one = nn.Parameter(torch.ones(3))
+            optimizer.add_param_group({"params": [("of one rank", of_one)]})
+            of_one.grad = torch.ones(3)
+        assert optimizer.clip_grad_norm_(math.inf).item() == 3.0
         optimizer.step()
 
 

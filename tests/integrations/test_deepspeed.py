@@ -25,7 +25,7 @@ from support.deepspeed_run import Model, groups_of, loss_of, words_of
 from support.ranks import on_ranks, run
 from support.visible import refused
 from torch import distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +36,8 @@ from superadam.integrations.distributed_checkpoint import CheckpointError
 DATA = Path(__file__).parent / "deepspeed_data"
 FOLDERS = ("zero1-2", "zero2-1", "zero2-2", "zero2-2/universal", "zero3-2", "zero3-2/universal", "zero3-2-small")
 NAMES = ("embed.weight", "up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight")
+KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
+"""What edited files hold of ZeRO-1 and 2: neither objects of DeepSpeed nor `param_slice_mappings`."""
 TOLERANCE = 1e-4  # relative: DeepSpeed reduces gradients in bf16
 
 
@@ -138,6 +140,26 @@ def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank):
     assert losses == pytest.approx(expected_losses("zero3-2"), rel=TOLERANCE)
 
 
+def test_gaps_where_deepspeed_aligns_each_parameter_are_passed_over(tmp_path):
+    sizes = [[parameter.numel() for parameter in group["params"]] for group in groups_of(Model())]
+
+    def align(path: Path) -> None:
+        state = zero_checkpoint._read(path)["optimizer_state_dict"]
+        for number, some in enumerate(sizes):
+            moments = state["base_optimizer_state"]["state"][number]
+            masters = state["single_partition_of_fp32_groups"]
+            for flat, key in ((masters, number), (moments, "exp_avg"), (moments, "exp_avg_sq")):
+                parts = flat[key][: sum(some)].split(some)
+                flat[key] = torch.cat([torch.nn.functional.pad(part, (0, 3), value=math.nan) for part in parts])
+        state["param_alignment_paddings"] = [[3] * len(some) for some in sizes]
+        path.unlink()  # which is mapped
+        torch.save({"optimizer_state_dict": {key: state[key] for key in (*KEPT, "param_alignment_paddings")}}, path)
+
+    model, optimizer = training()
+    deepspeed.load(edited(tmp_path, "zero2-1", "*optim*", align), model, optimizer)
+    assert_same(loaded(model, optimizer), loaded(*continued("zero2-1")))
+
+
 @pytest.mark.parametrize("key", ["bias_correction", "correct_bias"])  # of DeepSpeed, of transformers 4
 def test_a_state_dict_in_the_layout_of_its_cpu_adam_loads_as_it_is_or_is_refused_without_correction(key):
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -186,6 +208,10 @@ def test_names_are_those_of_the_model_that_is_wrapped(rank, tmp_path):
     deepspeed.load(DATA / "zero3-2", wrapped, optimizer)
     deepspeed.save_fp32(tmp_path / "model", wrapped, optimizer)
     Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
+    flat = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = SpeculativeCPUAdamW(flat.parameters())
+    with refused(optimizer, CheckpointError, "expected fully_shard .*; nothing was written"):
+        deepspeed.save_fp32(tmp_path / "flat", flat, optimizer)
 
 
 @pytest.mark.parametrize("name", ["dtensor_like", "_whole"])
@@ -212,11 +238,20 @@ def test_all_ranks_are_told_where_one_has_no_memory_for_its_part_or_a_whole_tens
 def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer = continued("zero2-1", master="24bit", moments="bf16")
+    model.up.weight.data = model.up.weight.data.t().contiguous().t()  # which safetensors would refuse
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
     deepspeed.save_fp32(tmp_path / "link", model, SimpleNamespace(optimizer=optimizer))
     found = safetensors.load_file(tmp_path / "elsewhere/model.safetensors")
     assert torch.equal(found["up.weight"], optimizer.state[model.up.weight]["master"])
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    weight = torch.nn.Parameter(torch.ones(3))
+    tied = torch.nn.ParameterList([weight, weight])
+    deepspeed.save_fp32(tmp_path / "model", tied, SpeculativeCPUAdamW([weight]))
+    assert [*safetensors.load_file(tmp_path / "model/model.safetensors")] == ["0"]
 
 
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
@@ -279,8 +314,7 @@ def changed_adam(change: Any) -> Any:
         state = zero_checkpoint._read(path)["optimizer_state_dict"]
         change(state["base_optimizer_state"])
         path.unlink()  # which is mapped
-        kept = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
-        torch.save({"optimizer_state_dict": {key: state[key] for key in kept}}, path)
+        torch.save({"optimizer_state_dict": {key: state[key] for key in KEPT}}, path)
 
     return write
 
@@ -391,6 +425,22 @@ def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
     groups = zero_checkpoint._read(path := copy / "zero/optimizer_state.pt")["param_groups"]
     path.unlink()  # which is mapped
     torch.save({"partition_count": [1, 1], "param_groups": groups}, path)
+    assert everything(copy) == everything(DATA / "zero2-2/universal")
+
+
+def test_files_without_checksums_are_not_taken_for_damaged_ones(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        copy = edited(tmp_path, "zero2-1", "*model_states*", changed_model(lambda content: None))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert everything(copy) == everything(DATA / "zero2-1")
+
+
+def test_round_robin_of_another_stage_is_none(tmp_path):
+    content = {"round_robin_gradients": True, "stage": 1}
+    change = changed_model(lambda it: it["ds_config"]["zero_optimization"].update(content))
+    copy = edited(tmp_path, "zero2-2/universal", "*model_states*", change)
     assert everything(copy) == everything(DATA / "zero2-2/universal")
 
 

@@ -16,6 +16,7 @@ from support.overlap import (
     adam,
     devices_in_turn,
     eager,
+    everything,
     loss_of,
     mlp,
     overlapped,
@@ -168,6 +169,21 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
             assert (optimizer.last_outcome.kind, optimizer.last_outcome.grad_norm) == (kind, norm)
             for parameter, one in zip(parameters, reference.parameters, strict=True):
                 assert same_bits(flat(parameter, parameter), one.shown)
+
+
+def test_adding_to_sums_after_a_step_leaves_what_is_to_be_committed() -> None:
+    ends = []
+    for commits in (False, True):
+        with overlapped(torch.bfloat16, max_grad_norm=None) as (model, optimizer, scheduler):
+            for number in range(3):
+                with announced(scheduler):
+                    loss_of(model, number).backward()
+                loss_of(model, 9).backward()
+                optimizer.step()
+                if commits:
+                    optimizer.commit()
+            ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.covering(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.overlap import loss_of, overlapped
+from support.overlap import loss_of, overlapped, train
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -289,6 +289,19 @@ def test_work_says_what_was_only_summed(monkeypatch: pytest.MonkeyPatch) -> None
             seen.append(set(waits))
             waits.clear()
     assert seen == [set(), {False}, {False, True}]
+
+
+def test_a_wait_counts_in_its_own_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited: list[float] = []
+    monkeypatch.setattr(Autotuner, "choose", lambda self, awaited_at, seconds: awaited.append(awaited_at))
+    options, waits = {"device": SimulatedDevice(0), "bucket_numel": 64, "gpu_buckets": 0}, []
+    with overlapped(torch.bfloat16, **options) as (model, optimizer, scheduler):
+        for number in range(8):
+            before = scheduler.statistics.waited_seconds
+            train(model, optimizer, range(number, number + 1))
+            waits.append(scheduler.statistics.waited_seconds > before)
+    assert {*waits} == {False, True}
+    assert [math.isfinite(one) for one in awaited] == waits
 
 
 # ---- the rules of the placement --------------------------------------------------------------------------------------

@@ -241,12 +241,14 @@ def struck(
         return line if outer is None and frame.f_code.co_filename.startswith(files) else None
 
     before = sys.gettrace()
+    gc.disable()  # else it may strike the finalizer of what another test has left, from which Python raises nothing
     sys.settrace(call)
     try:  # noqa: SIM105 (contextlib may be struck)
         work()
     except (KeyboardInterrupt, Interrupted):
         pass
     sys.settrace(before)
+    gc.enable()
     return count
 
 

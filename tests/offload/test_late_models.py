@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Stream
+from superadam.handles.gradient_handle import taken_of
 from superadam.kernels.torch_private import ordinary_tensors
 from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
@@ -228,4 +229,7 @@ def test_backward_waits_for_no_micro_batch_that_is_summed_on_the_host() -> None:
                 first.backward()
                 model(device.there(torch.ones(2, 4, dtype=torch.bfloat16))).sum().backward()
             assert len(device.accelerator.first.operations) > queued > 0
+            sums: list[Any] = [taken_of(parameter.grad) for parameter in model.parameters()]
+            overlap._pipeline.worker.drain()
+            assert not any(one.arrived._parts for one in sums)  # where the memory of each micro-batch would pile up
             assert all(bool((parameter.grad == 4).all()) for parameter in model.parameters())

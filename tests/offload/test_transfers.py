@@ -53,6 +53,19 @@ def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
     assert device.host_empty(numel, torch.float32).data_ptr() == address
 
 
+def test_gradients_from_the_device_wait_for_those_that_were_sent_to_the_host_before() -> None:
+    for seed in range(8):  # some of which run the other stream first
+        device = SimulatedDevice(seed, 0.0)
+        device.switch(1)
+        sent = TakenGradient(device.late(torch.ones(5), on_host=True))
+        sent.arrived = device.record(Stream.CURRENT)
+        device.switch(0)
+        taken = dict(zip(states_of(torch.ones(5), torch.ones(5)), (sent, TakenGradient(torch.ones(5))), strict=True))
+        _, arrived = transfers_of(device).download(taken, HYPER, set())
+        arrived.synchronize()
+        assert sent.pending.tolist() == [1.0] * 5
+
+
 class WatchingDevice(SimulatedDevice):
     """Notes which streams could go on when values are scattered or put."""
 
