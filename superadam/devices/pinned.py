@@ -25,6 +25,7 @@ from torch import Tensor
 from superadam.devices.interface import Event
 from superadam.host import forks
 from superadam.host.memory import gigabytes, lockable_bytes
+from superadam.host.signals import deferred_handlers
 
 SLAB_BYTES = 2 << 30  # drivers register huge ranges slowly, or not at all; a slab's end is too short for some buffers
 PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the same sizes recur and gaps fit again
@@ -167,13 +168,14 @@ def _in_pages(size: int) -> int:
 
 def _let_go(memory: mmap.mmap, address: int, registrar: Registrar) -> None:
     """Unregister and unmap what no lease needs any more."""
-    try:
-        registrar.unregister(address)
-    except Exception:
-        _left_pinned.append(memory)  # the device may still write there
-        _logger.warning("superadam could not unpin %s of host memory; it stays taken", gigabytes(len(memory)))
-    else:
-        memory.close()
+    with deferred_handlers():  # Ctrl-C ends nothing half-way
+        try:
+            registrar.unregister(address)
+        except Exception:
+            _left_pinned.append(memory)  # the device may still write there
+            _logger.warning("superadam could not unpin %s of host memory; it stays taken", gigabytes(len(memory)))
+        else:
+            memory.close()
 
 
 class PinnedMemory:

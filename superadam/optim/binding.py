@@ -280,7 +280,7 @@ class Binding(GradientHolder):
         if transaction is None or not transaction.table.is_exposed or transaction.in_phase(Phase.ACCEPTED):
             return False
         table, parameters = transaction.table, [parameter for group in groups for parameter in group["params"]]
-        if any(state.encodings for state in table.states) or not table.is_published.all():
+        if table.is_any_encoded or not table.is_published.all():
             return False
         return _are_same(table, parameters) and not table.fingerprints.seen_hints(table.all_rows)
 

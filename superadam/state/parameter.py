@@ -121,7 +121,7 @@ class Pending:
         return source if isinstance(source, Tensor) else source.tensors[self.position]
 
     def expect(self, step: int, unscaling: float, prediction: Prediction) -> None:
-        """Let speculation be for a step and the predicted factor, which may be that of the last step's unscaling."""
+        """Let speculation be for a step and the predicted factor, which may be the usual one, `unscaling`."""
         self.step, self.interval, taken = step, prediction.interval, self.taken()
         dtype = self.gradient.dtype if taken is None or taken.is_unrounded else taken.dtype
         factor = prediction.factor

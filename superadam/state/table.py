@@ -69,7 +69,7 @@ class ParameterTable:
         states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
         numel: elements of all parameters.
         is_distributed: whether any of them is a DTensor.
-        is_cut: whether any of them is cut.
+        is_cut, is_any_encoded: whether any of them is cut, or has state that is encoded.
         pieces, owners: of each row, the piece, and the row of its parameter.
         steps: accepted steps of each parameter.
         resident: where state is newer than here; None without a device that makes steps.
@@ -91,6 +91,7 @@ class ParameterTable:
         self.is_distributed = any(state.is_distributed for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
+        self.is_any_encoded = any(state.encodings for state in self.states)
         self.numel = sum(state.shape.numel() for state in self.states)
         parts = [state.local for state in self.states]
         self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)

@@ -80,7 +80,8 @@ class Transaction:
     """Phases and passes over the parameters of one `ParameterTable`.
 
     Attributes:
-        expected_scale: the factor by which the last step's gradients were unscaled; speculation multiplies by it.
+        expected_scale: the factor that speculation multiplies by: that of the last two steps, where they had one on all
+            gradients, and the same, such as 1/4 for four micro-batches; else that of the last step's unscaling.
         lock: held by the thread that runs a pass or gives a verdict.
         ranks: those that make each step together; None for this one alone.
     """
@@ -88,7 +89,7 @@ class Transaction:
     def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None) -> None:
         self.table = table
         self.statistics = statistics
-        self.expected_scale = 1.0
+        self.expected_scale = self._last_scale = 1.0
         self.ranks = ranks
         self._samples = Samples(table)
         self.lock: Any = threading.RLock()
@@ -143,7 +144,7 @@ class Transaction:
 
         Earlier speculation on these pieces is dropped. `num_threads` is a maximum; None for all. `norm` is that of
         gradients without a slot, in their order, where it was computed elsewhere. Without a `prediction`, values are
-        for the factor that unscaled the last step's gradients.
+        for `expected_scale`.
         """
         with self._timed("speculate_seconds"):
             self._drop(pending)
@@ -480,22 +481,25 @@ class Transaction:
         ]
 
     def _reported(self, contributions: Sequence[_Contribution], outcome: StepOutcome) -> StepOutcome:
-        """Return the outcome with the factors that others applied to all gradients; remember the unscaling.
+        """Return the outcome with the factors that others applied to all gradients; learn what to expect next.
 
         Ranks need not all have taken their gradients, so that over several of them the outcome stays as it is.
         """
-        distinct: dict[object, TakenGradient] = {}
+        distinct, scales = dict[object, TakenGradient](), set[float]()
         for contribution in contributions:
             if not contribution.waits or contribution.taken is None:
                 return outcome
             distinct[contribution.taken.factors] = contribution.taken
+            scales.add(contribution.scale.factor)
         factors = {(1.0, 1.0)}
         if distinct.keys() != {()}:
             factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
         if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()
-        self.expected_scale = unscale
+        scale = scales.pop() if len(scales) == 1 else unscale
+        is_repeated, self._last_scale = scale == self._last_scale and 0.0 < scale <= 1.0, scale
+        self.expected_scale = scale if is_repeated else unscale
         if not 0.0 < clip < 1.0 or outcome.kind is StepKind.SKIPPED or self.ranks is not None:
             return outcome
         norm = self.table.norm.total * unscale  # before any clipping

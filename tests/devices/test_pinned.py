@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class RecordingRegistrar:
 
     limit: int = 1 << 62
     refuses_to_unregister: bool = False
+    at_unregister: Callable[[], object] = bool
     registered: dict[int, int] = field(default_factory=dict)
     unregistered: list[int] = field(default_factory=list)
 
@@ -43,6 +45,7 @@ class RecordingRegistrar:
     def unregister(self, address: int) -> None:
         if self.refuses_to_unregister:
             raise PinningError("not now")
+        self.at_unregister()
         del self.registered[address]
         self.unregistered.append(address)
 
@@ -296,6 +299,14 @@ def test_a_driver_that_does_not_unpin_leaves_the_memory_mapped(caplog):
     with open("/proc/self/maps") as maps:
         ranges = [line.split()[0].split("-") for line in maps]
     assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_interrupts_no_unpinning():
+    memory, registrar = pinned()
+    registrar.at_unregister = lambda: signal.raise_signal(signal.SIGINT)
+    memory.close()  # in a finalizer, which raises nothing
+    assert registrar.registered == {}
 
 
 def test_a_forked_child_leaves_the_parents_memory_alone():

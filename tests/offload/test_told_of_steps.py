@@ -209,7 +209,7 @@ def test_the_outcome_has_the_factor_of_others(factor: float) -> None:
     model = Net().bfloat16()
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5)
     with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=300, num_threads=1):
-        for number in range(1, 4):
+        for number in range(1, 6):
             backward(model, number)
             torch._foreach_mul_([one.grad for one in model.parameters()], factor)
             optimizer.step()
@@ -218,3 +218,4 @@ def test_the_outcome_has_the_factor_of_others(factor: float) -> None:
     reported = optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient
     is_clipped = 0.0 < factor < 1.0  # else as without a scheduler, which sees the products alone
     assert reported == ((StepKind.CLIPPED, factor) if is_clipped else (StepKind.COMMITTED, 1.0))
+    assert is_clipped is (optimizer.statistics.accepted > optimizer.statistics.patched)  # one that stays is expected
