@@ -23,8 +23,8 @@ def unwrapped(optimizer: SpeculativeCPUAdam) -> SpeculativeCPUAdam:
     inner = inner if isinstance(inner, SpeculativeCPUAdam) else optimizer  # ours may have an attribute of that name
     if not isinstance(inner, SpeculativeCPUAdam):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam, and then its model; make one, "
-            "or pass the one that a wrapper holds"
+            f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first, or pass the "
+            "one that a wrapper holds"
         )
     return inner
 

@@ -315,9 +315,7 @@ class OffloadScheduler(GradientHolder):
         Raises:
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
             MemoryError: the device cannot hold the state of this many buckets; nothing was changed.
-            RuntimeError: the scheduler was closed.
         """
-        self._check_open()
         asked = {"gpu_buckets": gpu_buckets, "bucket_numel": bucket_numel, "num_threads": num_threads}
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():

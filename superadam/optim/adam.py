@@ -204,10 +204,6 @@ class SpeculativeCPUAdam(Optimizer):
                 self.param_groups.pop()
                 raise
 
-    def __repr__(self) -> str:
-        own = ("max_grad_norm", "on_nonfinite", "moments", "master")
-        return super().__repr__()[:-1] + "".join(f"{name}: {getattr(self, name)}\n" for name in own) + ")"
-
     @property
     def moments(self) -> str:
         """How moments are stored: "fp32", "bf16" or "8bit"."""
@@ -253,7 +249,7 @@ class SpeculativeCPUAdam(Optimizer):
     @process_group.setter
     @_whole
     def process_group(self, value: dist.ProcessGroup | None) -> None:
-        self._binding.join(value)
+        self._binding.join(value, self.param_groups)
 
     @property
     def last_outcome(self) -> StepOutcome | None:

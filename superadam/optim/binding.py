@@ -157,6 +157,7 @@ class Binding(GradientHolder):
         self._knowledge: Callable[[ParameterTable], None] | None = None  # of the last table, until there is another
         self._owners: Sequence[ParameterState] = ()  # of gradients that were taken, as long
         self._is_compared = False  # with other ranks
+        self._shown: list[object] = []  # what was in `entries` when they were last given to a program
         self._statistics = statistics
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
@@ -170,9 +171,9 @@ class Binding(GradientHolder):
             if self.ranks is not None:
                 self.ranks.is_behind = False
 
-    def join(self, process_group: dist.ProcessGroup | None) -> None:
+    def join(self, process_group: dist.ProcessGroup | None, groups: Groups) -> None:
         """Make each step together with the ranks of this group from now on; gradients stay in `.grad`."""
-        self.catch_up()
+        self.entries(groups, is_given=False)  # which reads what programs have written there
         with deferred_signals():
             self._unbind()
             self._forget_binding()
@@ -268,19 +269,20 @@ class Binding(GradientHolder):
                     self._refresh_entries()
                 if is_given and self._transaction is not None:
                     self._transaction.expose()
+                    self._shown = self.published.contents()
                 return self.published.entries
 
     def _is_shown(self, groups: Groups) -> bool:
-        """Whether programs were given the entries as they are, since when only they can have changed anything.
+        """Whether programs were given the entries as they are, and have put nothing else into them since then.
 
-        What they have changed is read when it is used: a loop may read the state of one parameter after another. Of
+        What they have written to is read when it is used: a loop may read the state of one parameter after another. Of
         what is encoded, each look lets go of what was decoded.
         """
         transaction = self._transaction
         if transaction is None or not transaction.table.is_exposed or transaction.in_phase(Phase.ACCEPTED):
             return False
         table, parameters = transaction.table, [parameter for group in groups for parameter in group["params"]]
-        if table.is_any_encoded or not table.is_published.all():
+        if table.is_any_encoded or not table.is_published.all() or self._shown != self.published.contents():
             return False
         return _are_same(table, parameters) and not table.fingerprints.seen_hints(table.all_rows)
 
@@ -376,10 +378,8 @@ class Binding(GradientHolder):
         if self._transaction is None:
             return {}
         self._transaction.drop()  # the gradients in `.grad` still count
-        table = self._transaction.table
-        with suppress(TypeError, ValueError), self._transaction.lock:  # else what is bound next refuses them
-            self.published.read_edited(table)
         self._refresh_entries()
+        table = self._transaction.table
         return {state.parameter: state for state in table.states if not _is_converted(state)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:

@@ -7,6 +7,7 @@ or place. It is compared with the state before each step, and gets its values af
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -78,6 +79,14 @@ class PublishedState:
             value = values.get(key)
             if isinstance(value, Tensor | Encoded):
                 yield key, value.arrays[0] if isinstance(value, Encoded) else shards.local_of(value)
+
+    def contents(self) -> list[object]:
+        """Return which keys and objects are in the entries; nothing is equal to it where one of these is no dict."""
+        entries = self.entries.values()
+        if not all(map(isinstance, entries, itertools.repeat(dict))):
+            return [object()]
+        values = map(id, itertools.chain.from_iterable(map(dict.values, entries)))
+        return [*map(id, self.entries), *itertools.chain.from_iterable(entries), *values]
 
     def look(self, table: ParameterTable) -> None:
         """Find out of which rows, among those that may be held, programs hold anything; changes nothing that they see.

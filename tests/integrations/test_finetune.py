@@ -234,7 +234,7 @@ def rehearse(rank: int, folder: Path, names: list[str], ranks: int, environment:
 def test_presets_for_several_gpus_are_rehearsed_without_any(folder, ranks, names):
     """With the published configuration, from which a small model of the same kind is made."""
     for name in names:
-        assert PRESETS[name].ranks == ranks
+        assert PRESETS[name].setting.ranks == ranks
         shutil.copytree(folder / "model", folder / name)
         PRESETS[name].config.save_pretrained(folder / name)
     run(rehearse, ranks, folder=folder, names=names, ranks=ranks, environment=environment_of(ranks))
