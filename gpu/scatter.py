@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superadam.kernels.copies import copy_each
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.memory import copy_each
 from superadam.kernels.torch_private import is_short_of_memory
 
 from .casts import VECTOR_BYTES, pointer

@@ -22,8 +22,8 @@ from superadam.host import cores
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
+from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.memory import copy_one
 from superadam.kernels.resident_step import ResidentStep
 
 _logger = logging.getLogger("superadam")

@@ -131,7 +131,7 @@ class Device(abc.ABC):
 
         Sources are dense, have the shapes of their targets, and lie on the device or in memory from `host_empty`.
         Targets have any strides. This must not fail for want of memory, because the state has changed by then
-        (`superadam.kernels.memory`). The caller orders it behind what fills the sources.
+        (`superadam.kernels.copies`). The caller orders it behind what fills the sources.
         """
 
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import AllEvents, ChunkSums, Device, Event, Stream
-from superadam.kernels.memory import copy_each
+from superadam.kernels.copies import copy_each
 
 
 class AcceleratorEvent:

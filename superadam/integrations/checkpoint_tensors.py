@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from superadam.devices.flat import aligned
 from superadam.distributed import shards
 from superadam.integrations.checkpoint_folder import CheckpointError
-from superadam.kernels.memory import copy_on_kernel_threads, has_memory, is_plain
+from superadam.kernels.copies import copy_on_kernel_threads, is_plain
+from superadam.kernels.memory import has_memory
 from superadam.kernels.torch_private import storage_key
 from superadam.optim.entry import Encoded
 

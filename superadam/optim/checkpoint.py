@@ -17,9 +17,10 @@ from torch import Tensor
 from superadam.distributed import shards
 from superadam.host.mapped_files import MappedFiles
 from superadam.kernels import torch_private
+from superadam.kernels.copies import is_plain
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
-from superadam.kernels.memory import has_memory, is_plain
+from superadam.kernels.memory import has_memory
 from superadam.optim.entry import Encoded, Entry
 from superadam.state.parameter import ARRAYS, TENSORS, ParameterState
 

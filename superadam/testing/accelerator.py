@@ -35,8 +35,8 @@ from superadam.gpu import Backend
 from superadam.handles import gradient_handle
 from superadam.host.mapped_files import madvise
 from superadam.host.signals import deferred_signals
+from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.memory import copy_each
 from superadam.kernels.nested import map_tensors, tensors_in
 from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.torch_private import dispatch_mode, ordinary_tensors, schema_of

@@ -24,8 +24,8 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import Job, Work, Worker
 from superadam.distributed.shards import local_of
+from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.memory import copy_each
 from superadam.kernels.resident_step import ResidentStep
 from superadam.testing.accelerator import Questions, SimulatedAccelerator
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superadam.kernels.memory import copy_each
+from superadam.kernels.copies import copy_each
 from superadam.kernels.torch_private import is_short_of_memory
 
 
