@@ -85,8 +85,8 @@ class PublishedState:
         entries = self.entries.values()
         if not all(map(isinstance, entries, itertools.repeat(dict))):
             return [object()]
-        values = map(id, itertools.chain.from_iterable(map(dict.values, entries)))
-        return [*map(id, self.entries), *itertools.chain.from_iterable(entries), *values]
+        keys = itertools.chain.from_iterable(map(dict.keys, entries))
+        return [*map(id, self.entries), *keys, *map(id, itertools.chain.from_iterable(map(dict.values, entries)))]
 
     def look(self, table: ParameterTable) -> None:
         """Find out of which rows, among those that may be held, programs hold anything; changes nothing that they see.
