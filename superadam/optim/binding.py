@@ -42,6 +42,7 @@ from superadam.step.outcome import Applied, Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
+_get_stand_ins = operator.attrgetter("shown")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -275,14 +276,16 @@ class Binding(GradientHolder):
     def _is_shown(self, groups: Groups) -> bool:
         """Whether programs were given the entries as they are, and have put nothing else into them since then.
 
-        What they have written to is read when it is used: a loop may read the state of one parameter after another. Of
-        what is encoded, each look lets go of what was decoded.
+        What they have written to is read when it is used: a loop may read the state of one parameter after another.
+        Where there are stand-ins, or may be, each read lets go of those that no program has.
         """
         transaction = self._transaction
         if transaction is None or not transaction.table.is_exposed or transaction.in_phase(Phase.ACCEPTED):
             return False
         table, parameters = transaction.table, [parameter for group in groups for parameter in group["params"]]
-        if table.is_any_encoded or not table.is_published.all() or self._shown != self.published.contents():
+        if table.is_any_encoded or any(map(_get_stand_ins, table.states)) or not table.is_published.all():
+            return False
+        if self._shown != self.published.contents():
             return False
         return _are_same(table, parameters) and not table.fingerprints.seen_hints(table.all_rows)
 
