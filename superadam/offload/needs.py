@@ -59,8 +59,8 @@ def bytes_of_state(storage: Storage = Storage(), *, amsgrad: bool = False) -> fl
 
 SMALLER = {
     "make the optimizer with moments='bf16'": Storage(Moments.BFLOAT16),
-    "with moments='bf16' and master='24bit'": Storage(Moments.BFLOAT16, Master.PLANES),
-    "with moments='8bit' and master='24bit'": Storage(Moments.CODES, Master.PLANES),
+    "with moments='bf16' and master='24bit'": Storage(Moments.BFLOAT16, Master.TWENTY_FOUR_BIT),
+    "with moments='8bit' and master='24bit'": Storage(Moments.EIGHT_BIT, Master.TWENTY_FOUR_BIT),
 }
 """How state may be stored in fewer bytes, in the words of a remedy."""
 

@@ -298,9 +298,9 @@ class ParameterState(Piece):
         self.storage = storage.of(local)
         self.first_threshold = shards.first_position(parameter) % compact.BLOCK if layout.is_contiguous() else 0
         self.encodings: dict[str, compact.Encoding] = {}
-        if self.storage.moments is Moments.CODES:
+        if self.storage.moments is Moments.EIGHT_BIT:
             self.encodings |= {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ}
-        if self.storage.master is Master.PLANES:
+        if self.storage.master is Master.TWENTY_FOUR_BIT:
             self.encodings |= {"master": compact.MASTERS[local.dtype]}
         self.shown: dict[str, Tensor] = {}  # not weak references, with which torch.utils.swap_tensors refuses them
         self.master: Tensor | None = None
@@ -516,7 +516,7 @@ class ParameterState(Piece):
 
     def check_largest(self) -> None:
         """Raise ValueError where the largest second moment cannot be stored."""
-        if self.storage.moments is Moments.CODES:
+        if self.storage.moments is Moments.EIGHT_BIT:
             raise ValueError(
                 f"amsgrad is True for {self.name}, whose moments have 8 bits, expected False; "
                 "set amsgrad=False, or make the optimizer with moments='bf16'"

@@ -18,7 +18,7 @@ class Moments(enum.Enum):
 
     FLOAT32 = "fp32"
     BFLOAT16 = "bf16"
-    CODES = "8bit"
+    EIGHT_BIT = "8bit"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -30,7 +30,7 @@ class Master(enum.Enum):
     """How masters of working copies are stored; those of fp64 parameters are fp64."""
 
     FLOAT32 = "fp32"
-    PLANES = "24bit"
+    TWENTY_FOUR_BIT = "24bit"
 
 
 def dense(parameter: Tensor) -> Tensor:
@@ -54,15 +54,15 @@ class Storage(NamedTuple):
         if parameter.dtype == torch.float64:
             return Storage()
         is_whole = parameter.dim() > 1 and dense(parameter).is_contiguous() and parameter.shape[-1] % compact.BLOCK == 0
-        is_refused = self.moments is Moments.CODES and not is_whole
+        is_refused = self.moments is Moments.EIGHT_BIT and not is_whole
         is_narrow = parameter.dtype in NARROWER
         return Storage(Moments.BFLOAT16 if is_refused else self.moments, self.master if is_narrow else Master.FLOAT32)
 
     @property
     def format(self) -> Format:
         """How kernels are to read and write it."""
-        moments = {Moments.BFLOAT16: Format.MOMENTS_BFLOAT16, Moments.CODES: Format.MOMENTS_8BIT}
-        master = Format.MASTER_24BIT if self.master is Master.PLANES else Format.PLAIN
+        moments = {Moments.BFLOAT16: Format.MOMENTS_BFLOAT16, Moments.EIGHT_BIT: Format.MOMENTS_8BIT}
+        master = Format.MASTER_24BIT if self.master is Master.TWENTY_FOUR_BIT else Format.PLAIN
         return moments.get(self.moments, Format.PLAIN) | master
 
     def bytes_of(self, parameter: Tensor) -> tuple[float, int]:
@@ -70,5 +70,5 @@ class Storage(NamedTuple):
         if parameter.dtype == torch.float64:
             return 8, 8
         moments, master = self.of(parameter)
-        of_moment = {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.CODES: 1 + 1 / compact.BLOCK}
-        return of_moment[moments], 3 if master is Master.PLANES else 4
+        of_moment = {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.EIGHT_BIT: 1 + 1 / compact.BLOCK}
+        return of_moment[moments], 3 if master is Master.TWENTY_FOUR_BIT else 4
