@@ -249,8 +249,7 @@ def test_compact_masters_are_written_as_they_are_decoded(tmp_path):
 def test_tied_weights_are_written_once(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     weight = torch.nn.Parameter(torch.ones(3))
-    tied = torch.nn.ParameterList([weight, weight])
-    deepspeed.save_fp32(tmp_path / "model", tied, SpeculativeCPUAdamW([weight]))
+    deepspeed.save_fp32(tmp_path / "model", torch.nn.ParameterList([weight, weight]), SpeculativeCPUAdamW([weight]))
     assert [*safetensors.load_file(tmp_path / "model/model.safetensors")] == ["0"]
 
 
@@ -438,8 +437,7 @@ def test_files_without_checksums_are_not_taken_for_damaged_ones(tmp_path):
 
 
 def test_round_robin_of_another_stage_is_none(tmp_path):
-    content = {"round_robin_gradients": True, "stage": 1}
-    change = changed_model(lambda it: it["ds_config"]["zero_optimization"].update(content))
+    change = changed_model(lambda it: it["ds_config"]["zero_optimization"].update(round_robin_gradients=True, stage=1))
     copy = edited(tmp_path, "zero2-2/universal", "*model_states*", change)
     assert everything(copy) == everything(DATA / "zero2-2/universal")
 

@@ -86,8 +86,7 @@ def test_a_gradient_takes_few_calls(dtype: torch.dtype, max_grad_norm: float | N
 
 
 MOST_OF_A_READ = {"fp32": 0, "8bit": 8}
-"""Calls for each tensor where nothing was edited: programs read the state of one parameter after another. What was
-decoded is let go of."""
+"""Calls for each tensor that nobody edited, as programs read one state after another; decoded ones are let go of."""
 
 
 @pytest.mark.parametrize("moments", MOST_OF_A_READ)
