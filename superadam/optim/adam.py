@@ -223,11 +223,8 @@ class SpeculativeCPUAdam(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        limit = None if value is None else checked_limit("max_grad_norm", value)
-        if limit == 0.0:
-            raise ValueError(
-                "max_grad_norm is 0, by which nothing would train, expected a positive number, or None for no limit"
-            )
+        expected = "a positive number, or None"
+        limit = None if value is None else checked_limit("max_grad_norm", value, expected, may_be_zero=False)
         self._verdicts.max_grad_norm = limit
 
     @property
@@ -395,7 +392,7 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError, RuntimeError: as `step()`.
         """
         with self._binding.on_all_ranks(Question.NORM, self.param_groups):
-            limit = checked_limit("max_norm", max_norm)
+            limit = checked_limit("max_norm", max_norm, "a number of at least 0, or math.inf", may_be_zero=True)
             self._binding.catch_up()
             with deferred_signals():
                 transaction = self._binding.bound_now(self.param_groups)

@@ -33,7 +33,7 @@ from superadam.kernels.places import sharing
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
-from superadam.state.parameter import ParameterState, Phase, pieces_of
+from superadam.state.parameter import ParameterState, pieces_of
 from superadam.state.resident import ResidentStates
 from superadam.state.storage import Storage
 from superadam.state.table import ParameterTable, Runs
@@ -70,6 +70,10 @@ def names_of(group: dict[str, Any], index: int) -> list[str]:
     if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
         return list(names)
     return [f"parameter {k} of group {index}" for k in range(count)]
+
+
+def _parameters_of(groups: Groups) -> list[Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def runs_of(groups: Groups) -> Runs:
@@ -174,7 +178,9 @@ class Binding(GradientHolder):
 
     def join(self, process_group: dist.ProcessGroup | None, groups: Groups) -> None:
         """Make each step together with the ranks of this group from now on; gradients stay in `.grad`."""
-        self.entries(groups, is_given=False)  # which reads what programs have written there
+        self.catch_up()
+        if self._transaction is not None and _are_same(self._transaction.table, _parameters_of(groups)):
+            self.entries(groups, is_given=False)  # which reads what programs have written there
         with deferred_signals():
             self._unbind()
             self._forget_binding()
@@ -192,7 +198,7 @@ class Binding(GradientHolder):
             ranks = self.ranks
             if ranks is None:  # the first binding failed
                 with suppress(ValueError):
-                    parameters = [parameter for group in groups for parameter in group["params"]]
+                    parameters = _parameters_of(groups)
                     ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), None, self.process_group)
             if ranks is not None and ranks.number == number:
                 ranks.tell_failure(question)
@@ -224,7 +230,7 @@ class Binding(GradientHolder):
 
         Unless it `looks` which state programs hold, what they may hold counts as held.
         """
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = _parameters_of(groups)
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
             names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
             transaction = self._bind(parameters, names)
@@ -280,14 +286,14 @@ class Binding(GradientHolder):
         Where there are stand-ins, or may be, each read lets go of those that no program has.
         """
         transaction = self._transaction
-        if transaction is None or not transaction.table.is_exposed or transaction.in_phase(Phase.ACCEPTED):
+        if transaction is None or not transaction.table.is_exposed:
             return False
-        table, parameters = transaction.table, [parameter for group in groups for parameter in group["params"]]
+        table = transaction.table
         if table.is_any_encoded or any(map(_get_stand_ins, table.states)) or not table.is_published.all():
             return False
         if self._shown != self.published.contents():
             return False
-        return _are_same(table, parameters) and not table.fingerprints.seen_hints(table.all_rows)
+        return _are_same(table, _parameters_of(groups)) and not table.fingerprints.seen_hints(table.all_rows)
 
     @untracked
     def attach(self, overlap: Overlap, groups: Groups) -> None:

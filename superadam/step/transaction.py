@@ -80,8 +80,8 @@ class Transaction:
     """Phases and passes over the parameters of one `ParameterTable`.
 
     Attributes:
-        expected_scale: the factor that speculation multiplies by: that of the last two steps, where they had one on all
-            gradients, and the same, such as 1/4 for four micro-batches; else that of the last step's unscaling.
+        expected_scale: the factor that speculation multiplies by: that of the last two steps, if they had the same
+            number on all gradients, as 1/4 for four micro-batches; else that of the last step's unscaling.
         lock: held by the thread that runs a pass or gives a verdict.
         ranks: those that make each step together; None for this one alone.
     """
@@ -485,19 +485,20 @@ class Transaction:
 
         Ranks need not all have taken their gradients, so that over several of them the outcome stays as it is.
         """
-        distinct, scales = dict[object, TakenGradient](), set[float]()
+        distinct, scales = dict[object, TakenGradient](), set[float | None]()
         for contribution in contributions:
             if not contribution.waits or contribution.taken is None:
                 return outcome
             distinct[contribution.taken.factors] = contribution.taken
-            scales.add(contribution.scale.factor)
+            scales.add(None if contribution.pending is None else contribution.scale.factor)
         factors = {(1.0, 1.0)}
         if distinct.keys() != {()}:
             factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
         if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()
-        scale = scales.pop() if len(scales) == 1 else unscale
+        scale = scales.pop() if len(scales) == 1 and not any(map(_may_clip, distinct.values())) else None
+        scale = unscale if scale is None else scale
         is_repeated, self._last_scale = scale == self._last_scale and 0.0 < scale <= 1.0, scale
         self.expected_scale = scale if is_repeated else unscale
         if not 0.0 < clip < 1.0 or outcome.kind is StepKind.SKIPPED or self.ranks is not None:
@@ -648,6 +649,11 @@ def _look_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_look_after_fork)
+
+
+def _may_clip(taken: TakenGradient) -> bool:
+    """Whether a factor is a tensor, as coefficients of clipping are: one that repeats says nothing of the next."""
+    return any(isinstance(factor.value, Tensor) for factor in taken.factors if factor.kind is not FactorKind.UNSCALE)
 
 
 def _clip_factor(taken: TakenGradient) -> float:

@@ -36,8 +36,7 @@ from superadam.integrations.distributed_checkpoint import CheckpointError
 DATA = Path(__file__).parent / "deepspeed_data"
 FOLDERS = ("zero1-2", "zero2-1", "zero2-2", "zero2-2/universal", "zero3-2", "zero3-2/universal", "zero3-2-small")
 NAMES = ("embed.weight", "up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight")
-KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
-"""What edited files hold of ZeRO-1 and 2: neither objects of DeepSpeed nor `param_slice_mappings`."""
+KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")  # no objects of DeepSpeed
 TOLERANCE = 1e-4  # relative: DeepSpeed reduces gradients in bf16
 
 

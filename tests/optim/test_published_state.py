@@ -246,6 +246,7 @@ CHANGES = {
     "group added": _add_group,
     "replaced": _replace_parameter,
     "converted": _convert_another,
+    "process group": lambda optimizer, state: setattr(optimizer, "process_group", None),
 }
 
 
@@ -270,6 +271,13 @@ def test_an_adopted_write_is_shown_by_what_stands_for_the_master() -> None:
 def _widen(optimizer: Any) -> None:
     first = parameters_of(optimizer)[0]
     first.data = first.data.float()
+
+
+def test_what_was_written_in_fp64_before_the_parameter_became_fp64_is_not_rounded() -> None:
+    first = parameters_of(optimizer := trained(make(torch.float32)))[0]
+    wide = optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"].double() / 3
+    first.data = first.data.double()
+    assert torch.equal(optimizer.state[first]["exp_avg"], wide)
 
 
 @pytest.mark.parametrize("change", [_add_group, _widen])

@@ -35,11 +35,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of timing `first` against `second`.
+    """Result of timing one action against another.
 
     Attributes:
         pairs: number of runs of each.
-        ratio: time of `first` over time of `second` in the same pair; below 1 where `first` is faster.
+        ratio: time of the one over that of the other in the same pair; below 1 where the one is faster.
         seconds, against_seconds: of a run of each.
     """
 
