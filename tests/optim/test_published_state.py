@@ -275,7 +275,7 @@ def _widen(optimizer: Any) -> None:
 
 def test_what_was_written_in_fp64_before_the_parameter_became_fp64_is_not_rounded() -> None:
     first = parameters_of(optimizer := trained(make(torch.float32)))[0]
-    wide = optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"].double() / 3
+    optimizer.state[first]["exp_avg"] = (wide := optimizer.state[first]["exp_avg"].double() / 3).clone()
     first.data = first.data.double()
     assert torch.equal(optimizer.state[first]["exp_avg"], wide)
 
