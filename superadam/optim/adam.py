@@ -223,8 +223,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        expected = "a positive number, or None"
-        limit = None if value is None else checked_limit("max_grad_norm", value, expected, may_be_zero=False)
+        limit = None if value is None else checked_limit("max_grad_norm", value, may_be_zero=False)
         self._verdicts.max_grad_norm = limit
 
     @property
@@ -392,7 +391,7 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError, RuntimeError: as `step()`.
         """
         with self._binding.on_all_ranks(Question.NORM, self.param_groups):
-            limit = checked_limit("max_norm", max_norm, "a number of at least 0, or math.inf", may_be_zero=True)
+            limit = checked_limit("max_norm", max_norm, may_be_zero=True)
             self._binding.catch_up()
             with deferred_signals():
                 transaction = self._binding.bound_now(self.param_groups)

@@ -95,9 +95,10 @@ def check_stored(group: Mapping[str, Any], storage: Storage, *, is_loaded: bool)
         raise ValueError("amsgrad is True, but moments is '8bit', expected amsgrad=False; or pass moments='bf16'")
 
 
-def checked_limit(name: str, value: float, expected: str, *, may_be_zero: bool) -> float:
-    """Return a limit of the gradient norm as a float; raise ValueError for what is not `expected`, or NaN."""
+def checked_limit(name: str, value: float, *, may_be_zero: bool) -> float:
+    """Return a limit of the gradient norm as a float; raise ValueError for what is none, as NaN."""
     limit = number_of(value)
     if limit is None or not limit >= 0.0 or not (limit or may_be_zero):
+        expected = "a number of at least 0, or math.inf" if may_be_zero else "a positive number, or None"
         raise ValueError(f"{name} is {described(value)}, expected {expected} for no limit")
     return limit

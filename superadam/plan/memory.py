@@ -59,7 +59,7 @@ class Subject:
     parameters: int  # their elements
     unit: int  # elements of the largest layer, which FSDP2 gathers
     root: int  # elements of what belongs to no layer
-    found: dict[object, Activations] = field(default_factory=dict)  # peaks of forward and backward, by setting
+    found: dict[object, Activations] = field(default_factory=dict, compare=False, repr=False)  # peaks, by setting
 
     @staticmethod
     def of(config: PreTrainedConfig) -> Subject:

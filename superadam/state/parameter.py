@@ -45,9 +45,7 @@ ARRAYS = (*TENSORS, *SECONDS.values())
 class Phase(enum.Enum):
     """Where the transaction of a piece stands."""
 
-    __hash__ = (
-        object.__hash__
-    )  # in C: that of enum.Enum is Python's, and is called several times for each parameter of a step
+    __hash__ = object.__hash__  # in C; that of enum.Enum is Python's, and each step calls it for each parameter
 
     CLEAN = "clean"
     """Nothing is pending; the working copy is the rounded master."""

@@ -89,7 +89,8 @@ class Transaction:
     def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None) -> None:
         self.table = table
         self.statistics = statistics
-        self.expected_scale = self._last_scale = 1.0
+        self.expected_scale = 1.0
+        self._last_scale: float | None = None
         self.ranks = ranks
         self._samples = Samples(table)
         self.lock: Any = threading.RLock()
@@ -498,9 +499,8 @@ class Transaction:
             return outcome
         unscale, clip = factors.pop()
         scale = scales.pop() if len(scales) == 1 and not any(map(_may_clip, distinct.values())) else None
-        scale = unscale if scale is None else scale
-        is_repeated, self._last_scale = scale == self._last_scale and 0.0 < scale <= 1.0, scale
-        self.expected_scale = scale if is_repeated else unscale
+        self.expected_scale = scale if scale and scale == self._last_scale and scale > 0.0 else unscale
+        self._last_scale = scale
         if not 0.0 < clip < 1.0 or outcome.kind is StepKind.SKIPPED or self.ranks is not None:
             return outcome
         norm = self.table.norm.total * unscale  # before any clipping
