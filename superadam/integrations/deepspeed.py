@@ -85,8 +85,9 @@ def _opened(folder: Path, model: nn.Module, optimizer: SpeculativeCPUAdam) -> tu
             f"it has another layout than DeepSpeed 0.19.8 writes ({error!r}), convert it with ds_to_universal"
         ) from error
     reshard(model)
+    plain = {WRAPPERS.sub("", name): name for name in checkpoint.shapes}  # as it may be of a compiled model
     named = {
-        WRAPPERS.sub("", name): tensor
+        plain.get(short := WRAPPERS.sub("", name), short): tensor
         for tensors in (unwrapped(model).named_parameters, unwrapped(model).named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }

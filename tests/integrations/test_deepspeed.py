@@ -426,6 +426,15 @@ def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
     assert everything(copy) == everything(DATA / "zero2-2/universal")
 
 
+def test_names_of_a_compiled_model_are_those_of_the_model(tmp_path):
+    def compiled(content: dict[str, Any]) -> None:
+        for shapes in (content["module"], *content["param_shapes"], content["frozen_param_shapes"] or {}):
+            shapes.update({f"_orig_mod.{name}": shapes.pop(name) for name in [*shapes]})
+
+    copy = edited(tmp_path, "zero2-1", "*model_states*", changed_model(compiled))
+    assert everything(copy) == everything(DATA / "zero2-1")
+
+
 def test_files_without_checksums_are_not_taken_for_damaged_ones(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
