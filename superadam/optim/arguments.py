@@ -90,7 +90,9 @@ def check_stored(group: Mapping[str, Any], storage: Storage, *, is_loaded: bool)
     One that was loaded may have the limits of another optimizer, which do not count here.
     """
     for name in (_FORMATS if is_loaded else _OF_ALL_GROUPS) & group.keys():
-        raise ValueError(f"a parameter group has {name}, expected it as an argument of the optimizer; make another one")
+        raise ValueError(
+            f"a parameter group has {name}, expected it as an argument of the optimizer alone; leave it out of groups"
+        )
     if group.get("amsgrad") and storage.moments is Moments.EIGHT_BIT:
         raise ValueError("amsgrad is True, but moments is '8bit', expected amsgrad=False; or pass moments='bf16'")
 
