@@ -325,7 +325,7 @@ class Transaction:
         """
         has_limit = max_norm is not None and not math.isinf(max_norm)
         copied = set[int]() if has_limit or self.ranks is None else self.ranks.copied_rows()
-        exact = list[_Contribution]()  # in place of those of parameters whose copies need not have been taken
+        uncounted = list[_Contribution]()
         if has_limit or copied:
             # Scaling a norm rounds differently from scaling its gradients, but for powers of two.
             products = _Products()
@@ -333,14 +333,15 @@ class Transaction:
                 if math.frexp(contribution.scale.factor)[0] != 0.5:
                     if has_limit:
                         contribution.apply_factors(products)
-                    elif contribution.piece.state.row in copied:
-                        exact.append(replace(contribution))
-                        exact[-1].apply_factors(products)
+                    elif contribution.piece.state.row in copied:  # whose copies need not have been taken
+                        uncounted.append(replace(contribution))
+                        uncounted[-1].apply_factors(products)
         with np.errstate(all="ignore"):
             for contribution in contributions:
                 if contribution.scale.factor != 1.0:
                     norm.scale(self.table.chunks_of(contribution.piece.row), contribution.scale.factor)
-        uncounted = [*exact, *(contribution for contribution in contributions if contribution.pending is None)]
+                if contribution.pending is None:
+                    uncounted.append(contribution)
         if uncounted:
             self.table.compute_norm(self._job(uncounted)[1], norm)
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
@@ -492,13 +493,14 @@ class Transaction:
                 return outcome
             distinct[contribution.taken.factors] = contribution.taken
             scales.add(None if contribution.pending is None else contribution.scale.factor)
-        factors = {(1.0, 1.0)}
+        factors, may_repeat = {(1.0, 1.0)}, len(scales) == 1
         if distinct.keys() != {()}:
             factors = {(taken.unscale_factor(), _clip_factor(taken)) for taken in distinct.values()}
+            may_repeat = may_repeat and not any(map(_may_clip, distinct.values()))
         if len(factors) != 1:
             return outcome
         unscale, clip = factors.pop()
-        scale = scales.pop() if len(scales) == 1 and not any(map(_may_clip, distinct.values())) else None
+        scale = scales.pop() if may_repeat else None
         self.expected_scale = scale if scale and scale == self._last_scale and scale > 0.0 else unscale
         self._last_scale = scale
         if not 0.0 < clip < 1.0 or outcome.kind is StepKind.SKIPPED or self.ranks is not None:
