@@ -7,6 +7,7 @@ signal whose default action ends the process is not deferred. The garbage collec
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,21 @@ from superadam.host import _signals
 _SECTION = _signals.Section()
 
 
+class _Thread(threading.local):
+    """Whether this thread runs handlers: until Python 3.13, `threading.main_thread()` is the first that imported it."""
+
+    def __init__(self) -> None:
+        try:
+            signal.set_wakeup_fd(-2)  # of no file, so that it changes nothing
+        except (OSError, ValueError) as error:
+            self.runs_handlers = isinstance(error, OSError)
+
+
+_THIS_THREAD = _Thread()
+
+
 def _forget() -> None:
+    _THIS_THREAD.runs_handlers = True
     _signals.forget()
     while _signals.pause_collector(False):
         pass
@@ -40,7 +55,7 @@ def deferred_signals() -> AbstractContextManager[None]:
     All of them run, and the last exception is raised with the others as its context. Only the main thread runs
     handlers. Nor does the garbage collector run inside, in any thread, unless it is called.
     """
-    return _SECTION if threading.current_thread() is threading.main_thread() else _without_finalizers()
+    return _SECTION if _THIS_THREAD.runs_handlers else _without_finalizers()
 
 
 def deferred_handlers() -> AbstractContextManager[None]:
@@ -48,4 +63,4 @@ def deferred_handlers() -> AbstractContextManager[None]:
 
     There the garbage collector would be off as long, while the main thread trains.
     """
-    return _SECTION if threading.current_thread() is threading.main_thread() else nullcontext()
+    return _SECTION if _THIS_THREAD.runs_handlers else nullcontext()

@@ -220,8 +220,8 @@ class PublishedState:
                     entry[key]  # of another layout or format: decoded, to be stored again
         kept = checkpoint.local_entry(raw(entry), state)
         given = kept.get("master")
-        is_fitting = isinstance(given, Encoded) or getattr(given, "shape", None) == state.shape  # the one was taken
-        is_stale = state.is_own_master or not is_fitting
+        is_resized = isinstance(given, Tensor) and given.shape != state.shape
+        is_stale = state.is_own_master or given is None or is_resized
         if is_stale:
             kept.pop("master", None)
         shown = [key for key in self._stand_ins(state) if key in kept and getattr(state, key) is not None]

@@ -442,6 +442,15 @@ def test_other_threads_have_no_handlers_to_defer():
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
+def test_the_first_thread_that_needs_threading_need_not_run_the_handlers():
+    code = (
+        "import _thread\ndef load():\n    import threading\n    it.release()\n"
+        "it = _thread.allocate_lock()\nit.acquire()\n_thread.start_new_thread(load, ())\nit.acquire()\n"
+        "from host import test_signals as it\nit.test_ctrl_c_comes_after_the_outermost_context(2)"
+    )
+    subprocess.run(without_torch(code), check=True)
+
+
 def in_thread(work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
