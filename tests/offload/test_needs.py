@@ -27,7 +27,8 @@ SIZES = (300, 7, 64)
 def make(dtype: torch.dtype, amsgrad: bool = False) -> tuple[nn.Module, SpeculativeCPUAdam]:
     model = nn.Module()
     model.weights = nn.ParameterList(torch.ones(size, dtype=dtype) for size in SIZES)
-    return model, SpeculativeCPUAdam(model.parameters(), amsgrad=amsgrad)
+    first, *others = model.parameters()
+    return model, SpeculativeCPUAdam([{"params": [first], "amsgrad": amsgrad}, {"params": others}])
 
 
 def step(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
@@ -93,17 +94,18 @@ def test_one_large_parameter_takes_what_many_small_ones_do(
 
 
 def test_frozen_parameters_take_nothing() -> None:
-    model, optimizer = make(torch.bfloat16)
+    model, optimizer = make(torch.bfloat16, amsgrad=True)
     whole = needs_of_run(optimizer, PlainDevice(), PLACED)
     model.weights[0].requires_grad_(False)
     part = needs_of_run(optimizer, PlainDevice(), PLACED)
-    assert whole.total - part.total == 300 * (12 + 2 + 2) + list_bytes(300)
+    assert whole.total - part.total == 300 * (16 + 2 + 2) + list_bytes(300, with_max=True)
 
 
 @pytest.mark.parametrize("transfer_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_that_travel_have_the_dtype_of_the_link(dtype, transfer_dtype):
     _, optimizer = make(dtype)
+    optimizer.add_param_group({"params": nn.Parameter(torch.empty(0, dtype=torch.bfloat16))})  # the narrowest is last
     needs = needs_of_run(optimizer, SimulatedDevice(1), Placement(0, 100, transfer_dtype, 1))
     size = (dtype if transfer_dtype is None or dtype is torch.float64 else transfer_dtype).itemsize
     assert needs.pending == sum(map(aligned, SIZES)) * size
@@ -111,12 +113,12 @@ def test_gradients_that_travel_have_the_dtype_of_the_link(dtype, transfer_dtype)
     assert needs.gradients == 0
 
 
-@pytest.mark.parametrize(("free", "gpu_buckets", "waiting"), [(10**6, 0, 0), (742, 0, 0), (700, 0, 42), (0, 0, 742)])
-def test_new_values_wait_on_the_host_where_the_device_has_no_room(free: int, gpu_buckets: int, waiting: int) -> None:
-    _, optimizer = make(torch.bfloat16)
-    for more in (0, 2):  # buckets, whose state takes room as well
-        device = PacedDevice(H200, free_bytes=free + more * 100 * bytes_of_one())
-        needs = needs_of_run(optimizer, device, Placement(gpu_buckets + more, 100, None, 1))
+@pytest.mark.parametrize(("free", "waiting"), [(10**6, 0), (742, 0), (700, 42), (0, 742), (-1, 742)])
+def test_new_values_wait_on_the_host_where_the_device_has_no_room(free: int, waiting: int) -> None:
+    _, optimizer = make(torch.bfloat16, amsgrad=True)
+    for more in (0, 2, 9):  # buckets, whose state takes room as well: that of the model at most
+        device = PacedDevice(H200, free_bytes=free + min(more * 100, 371) * int(bytes_of_one(amsgrad=True)))
+        needs = needs_of_run(optimizer, device, Placement(more, 100, None, 1))
         assert needs.shadows == waiting
 
 
