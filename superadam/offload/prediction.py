@@ -163,7 +163,6 @@ class Predictor:
         if seen > 0.0:
             high = max(_float32(min(unscaling, centre)), _float32(min(high, limit / seen)))
         factor = _float32(unscaling) if centre >= unscaling else _float32((low + high) / 2)
-        low, high = min(low, factor), max(high, factor)
         if not 0.0 < low <= high < math.inf:
             return None
         return Prediction(factor, Interval(max(low, _float32(factor / 3.9)), high))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +50,7 @@ class StepOutcome:
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """Return min(1, max_norm / (norm + 1e-6)), as clip_grad_norm_: computed in fp64, rounded once to fp32."""
-    if max_norm is None or math.isinf(max_norm):
+    if max_norm is None:
         return 1.0
     return ctypes.c_float(min(1.0, max_norm / (norm + _EPSILON))).value
 

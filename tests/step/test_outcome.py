@@ -32,6 +32,7 @@ def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> Non
 
 
 @given(norm=NORMS)
+@example(math.inf)
 def test_no_limit_is_exactly_one(norm: float) -> None:
     assert clip_coefficient(norm, None) == clip_coefficient(norm, math.inf) == 1.0
 
