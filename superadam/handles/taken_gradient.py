@@ -316,7 +316,7 @@ class TakenGradient:
             return None  # torch computes in the wider dtype where neither has dimensions
         scale = factor.number_for(dtype, on_cpu=self.device.type == "cpu")
         if factor.kind is FactorKind.DIVIDE:
-            if not math.isfinite(scale) or abs(math.frexp(scale)[0]) != 0.5:
+            if abs(math.frexp(scale)[0]) != 0.5:  # as of Inf and NaN
                 return None
             scale = 1.0 / scale
         return scale if abs(scale) <= 1.0 else None  # also where it is NaN

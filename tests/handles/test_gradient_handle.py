@@ -964,12 +964,13 @@ def test_a_product_in_another_mode_is_made_of_each_gradient_in_a_list():
     first = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
     unrounded, _owner, taken = _sum_of(first)
     other, _other_owner, ordinary = handle_for(first)
-    own = first.clone()
+    own, read = first.clone(), taken.pending
     with flushed_denormals():
         torch._foreach_mul_([unrounded.grad, other.grad, own], 0.5)
     assert taken.given is None
     assert ordinary.given is not None
     assert unrounded.grad.tolist() == other.grad.tolist() == own.tolist() == [0.5, 1.5]
+    assert read.tolist() == first.tolist()
 
 
 @pytest.mark.parametrize("is_list", [False, True])

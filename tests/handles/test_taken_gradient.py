@@ -117,7 +117,7 @@ NARROW = torch.tensor(0.3).item()
         ((4,), MULTIPLY, 0.5, torch.float16, None),
         ((4,), MULTIPLY, 2.0, torch.float32, None),
         ((4,), MULTIPLY, math.nan, torch.float32, None),
-        ((4,), MULTIPLY, math.inf, torch.float32, None),
+        ((4,), MULTIPLY, -math.inf, torch.float32, None),
         ((4,), DIVIDE, 4, torch.float32, 0.25),
         ((4,), DIVIDE, torch.tensor(-2.0), torch.float32, -0.5),
         ((4,), DIVIDE, 0.5, torch.float32, None),
