@@ -565,6 +565,7 @@ def test_parameters_are_named_as_they_are_listed_now():
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is complex "):
         optimizer.step()
+    assert optimizer.state[parameters[0]]["step"] == 2  # it can be read all the same
 
 
 def test_a_write_that_no_sample_shows_counts_where_parameters_are_bound_anew():
