@@ -426,13 +426,19 @@ def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
     assert everything(copy) == everything(DATA / "zero2-2/universal")
 
 
-def test_names_of_a_compiled_model_are_those_of_the_model(tmp_path):
-    def compiled(content: dict[str, Any]) -> None:
-        for shapes in (content["module"], *content["param_shapes"], content["frozen_param_shapes"] or {}):
-            shapes.update({f"_orig_mod.{name}": shapes.pop(name) for name in [*shapes]})
+def compiled(content: dict[str, Any]) -> None:
+    for shapes in (content["module"], *content["param_shapes"], content["frozen_param_shapes"] or {}):
+        shapes.update({f"_orig_mod.{name}": shapes.pop(name) for name in [*shapes]})
 
-    copy = edited(tmp_path, "zero2-1", "*model_states*", changed_model(compiled))
-    assert everything(copy) == everything(DATA / "zero2-1")
+
+def of_another_stage(content: dict[str, Any]) -> None:
+    content["ds_config"]["zero_optimization"].update(round_robin_gradients=True, stage=1)
+
+
+@pytest.mark.parametrize(("folder", "change"), [("zero2-1", compiled), ("zero2-2/universal", of_another_stage)])
+def test_names_of_wrappers_and_round_robin_of_another_stage_change_nothing(tmp_path, folder, change):
+    copy = edited(tmp_path, folder, "*model_states*", changed_model(change))
+    assert everything(copy) == everything(DATA / folder)
 
 
 def test_files_without_checksums_are_not_taken_for_damaged_ones(tmp_path):
@@ -442,12 +448,6 @@ def test_files_without_checksums_are_not_taken_for_damaged_ones(tmp_path):
     finally:
         torch.serialization.set_crc32_options(True)
     assert everything(copy) == everything(DATA / "zero2-1")
-
-
-def test_round_robin_of_another_stage_is_none(tmp_path):
-    change = changed_model(lambda it: it["ds_config"]["zero_optimization"].update(round_robin_gradients=True, stage=1))
-    copy = edited(tmp_path, "zero2-2/universal", "*model_states*", change)
-    assert everything(copy) == everything(DATA / "zero2-2/universal")
 
 
 @pytest.mark.parametrize("folder", ["zero2-1", "zero3-2-small", "zero3-2/universal"])

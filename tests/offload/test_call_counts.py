@@ -19,7 +19,6 @@ from superadam.devices import Device
 
 PACKAGE = str(Path(superadam.__file__).parent)
 
-
 MOST: dict[str, tuple[Callable[[], Device] | None, int, int]] = {
     "alone": (None, 72, 14),
     "step": (DeferredDevice, 84, 18),

@@ -295,13 +295,8 @@ def gradients_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 @between()
-def gradient_of_one_layer_edited_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.blocks[0].weight.grad.add_(0.01)
-    model.last.weight.grad += 0.1 * model.last.weight.detach()
-
-
-@between()
 def elements_and_views_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    model.last.weight.grad += 0.1 * model.last.weight.detach()
     model.blocks[0].weight.grad[3] = 0.5
     model.blocks[0].weight.grad.view(-1)[3:99].zero_()
     model.blocks[0].bias.grad[step] += 1
@@ -476,13 +471,10 @@ def clipped_by_torch_rarely(model: Any, optimizer: Any, step: int, run: Run) -> 
 
 
 @between(ignores=("outcome",), speculates=False)
-def clipped_by_torch_twice(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
+def clipped_by_torch_twice_or_per_layer(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
+    if step % 2:
+        return [clip_grad_norm_(layer.parameters(), 0.3) for layer in (model.first, *model.blocks, model.last)]
     return [clip_grad_norm_(model.parameters(), limit) for limit in (2.0, 0.7)]
-
-
-@between(ignores=("outcome",), speculates=False)
-def clipped_by_torch_per_layer(model: Any, optimizer: Any, step: int, run: Run) -> list[Tensor]:
-    return [clip_grad_norm_(layer.parameters(), 0.3) for layer in (model.first, *model.blocks, model.last)]
 
 
 @between(ignores=("outcome",), speculates=False)
@@ -791,7 +783,8 @@ def state_cleared_in_a_hook_where_a_master_was_deleted(model: Any, optimizer: An
 
 @between(steps=10)
 def hyper_parameters_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Another one in every other step."""
+    """Another one in every other step, and in others one there and back."""
+    group = optimizer.param_groups[0]
     if step % 2:
         number = run.kept["number"] = run.kept.get("number", -1) + 1
         match number % 5:
@@ -804,8 +797,11 @@ def hyper_parameters_changed(model: Any, optimizer: Any, step: int, run: Run) ->
             case 3:
                 change = {"eps": 1e-3 * step}
             case 4:
-                change = {"maximize": not optimizer.param_groups[0]["maximize"]}
-        optimizer.param_groups[0].update(change)
+                change = {"maximize": not group["maximize"]}
+        group.update(change)
+    else:
+        before, group["lr"] = group["lr"], 0.5
+        group["lr"] = before
 
 
 @between(torch=False, admits_8bit=False)
@@ -828,13 +824,6 @@ def amsgrad_switched_on_for_backward_only(model: Any, optimizer: Any, step: int,
     if run.scheduler is not None:
         run.scheduler.synchronize()
     optimizer.param_groups[0]["amsgrad"] = False
-
-
-@between()
-def lr_changed_there_and_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    group = optimizer.param_groups[0]
-    before, group["lr"] = group["lr"], 0.5
-    group["lr"] = before
 
 
 @between(torch=False, speculates=False)
@@ -887,16 +876,11 @@ def layer_taken_out_of_the_optimizer(model: Any, optimizer: Any, step: int, run:
 
 
 @program()
-def gradients_zeroed_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
+def gradients_zeroed_in_place_or_not_at_all(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A layer that is not used in an iteration is stepped with zeros."""
-    optimizer.zero_grad(set_to_none=False)
+    if step < 3:
+        optimizer.zero_grad(set_to_none=False)
     model.uses = [(0, 1), (0,), (1,)][step % 3]
-    backward(model, step)
-    optimizer.step()
-
-
-@program()
-def gradients_never_zeroed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     backward(model, step)
     optimizer.step()
 
