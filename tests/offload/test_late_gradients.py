@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from superadam import OffloadScheduler
 from superadam.devices import Device
+from superadam.handles.taken_gradient import TakenGradient
 from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
@@ -37,6 +39,7 @@ BODIES: dict[str, Body] = {
 MICRO_BATCHES = {"one": (1, None), "two": (2, None), "two, summed on the host": (2, torch.float32)}
 NUMELS = [1, 100, 5000, 10**6]
 WHERE = ["device", "kept", "host", "both", "plain", "plain, at once"]
+BECOME_SUM = TakenGradient.become_sum
 
 
 def train(
@@ -56,7 +59,13 @@ def train(
     optimizer = adam(model, max_grad_norm=None)
     count, sums = MICRO_BATCHES[micro_batches]
     options = {"gpu_buckets": 2 if where == "kept" else 0, "transfer_dtype": link, "num_threads": 1}
-    with OffloadScheduler(optimizer, model, device=device, bucket_numel=NUMELS[seed], **options) as scheduler:
+    moved = patch.object(
+        TakenGradient,
+        "become_sum",
+        lambda taken, total: BECOME_SUM(taken, streams.accelerator.allocate(total, is_on_host=True)),
+    )
+    overlap = OffloadScheduler(optimizer, model, device=device, bucket_numel=NUMELS[seed], **options)
+    with moved if device is streams else nullcontext(), overlap as scheduler:
         for step in range(STEPS):
             for micro in range(count):
                 is_last = micro == count - 1

@@ -386,13 +386,15 @@ def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> 
 
 
 @between()
-def gradients_read_for_logging(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+def gradients_read_for_logging_and_model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     read: list[Any] = []
     for parameter in model.parameters():
         g = parameter.grad
         read += [g.norm(), g.abs().max(), g.mean(), torch.isnan(g).any(), (g * 2).sum(), g.float().std(), g.clone()]
         read += [g.shape, g.stride(), g.dtype, g.is_contiguous(), g.requires_grad, g.is_leaf, g.device, str(g)]
-    return read
+    with torch.inference_mode():
+        read.append(loss_of(model.eval(), 99).item())
+    return [*read, loss_of(model.train(), 98).detach()]
 
 
 @between()
@@ -702,17 +704,6 @@ def checkpoint_saved(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     file.seek(0)
     weights, state = torch.load(file)
     return weights, {i: (entry["step"], entry["exp_avg"]) for i, entry in state["state"].items()}
-
-
-@between()
-def model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    model.eval()
-    with torch.no_grad():
-        first = loss_of(model, 99)
-    with torch.inference_mode():
-        second = loss_of(model, 98).item()
-    model.train()
-    return first, second, loss_of(model, 97).detach()
 
 
 @before_the_step(settings=[EAGER], speculates=False)
