@@ -192,8 +192,7 @@ def _host(
     for shard in shards.values():
         needs += needs_of(shard, is_on_host=flows, piece_numel=placement.bucket_numel, storage=setting.storage)
     if not flows:
-        total = sum(shard.numel() for shard in shards.values())
-        needs = with_bucket(replace(needs, shadows=waiting), SIZE, placement, total)
+        needs = with_bucket(replace(needs, shadows=waiting), SIZE, placement, mine // SIZE)
     reserved = {"process": int(machine.host_reserved.value)} | ({"weights": mine} if flows else {})
     training = reserved | {
         "state": needs.state,

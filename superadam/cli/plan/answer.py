@@ -67,8 +67,8 @@ class Answer:
     @property
     def kind_of_memory(self) -> Kind:
         """How far the sums can be trusted: the tensors are exact, the allowances are the machine's."""
-        kinds = [self.machine.gpu_reserved.kind, self.machine.host_reserved.kind]
-        return Kind.weakest([*kinds, *([Kind.ASSUMED] if self.setting.ranks > 1 else [])])
+        kinds = (self.machine.gpu_reserved.kind, self.machine.host_reserved.kind)
+        return Kind.ASSUMED if self.setting.ranks > 1 else max(kinds, key=list(Kind).index)
 
 
 def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
