@@ -92,9 +92,8 @@ def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memo
         clipping=Clipping(setting.clipped),
         resident=2 * state,
     )
-    resident, step = 0, simulate(rates, work)
-    if work.room is None and not setting.flows:
-        resident, work, step = placed(rates, work, parts, placement, max(0, memory.free), state)
+    free = max(0, memory.free) if work.room is None and not setting.flows else 0
+    resident, work, step = placed(rates, work, parts, placement, free, state)
     fixed = total(memory.gpu["forward"]) + (state + SIZE) * work.numel
     on_gpu = None
     if fixed <= memory.gpu_limit and not setting.flows:

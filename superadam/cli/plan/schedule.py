@@ -100,9 +100,9 @@ def synchronous(rates: Rates, work: Work) -> float:
 
     Weights that flow are on the host already, as are their gradients; then the model waits for copies as it does here.
     """
-    step, passes, moved = simulate(rates, work), rates.passes, work.size * work.numel
+    passes, moved = rates.passes, work.size * work.numel
     clock = work.micro_batches * (work.forward + work.backward)
     adam = (passes.update + (passes.norm if work.clipping.share else 0.0)) * work.numel
     if work.flows:
-        return clock + step.stalled + adam
+        return clock + simulate(rates, work).stalled + adam
     return clock + moved / rates.download + adam + moved / rates.upload
