@@ -37,6 +37,7 @@ from superadam.host.mapped_files import madvise
 from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.memory import extent_of
 from superadam.kernels.nested import map_tensors, tensors_in
 from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.torch_private import dispatch_mode, ordinary_tensors, schema_of
@@ -237,8 +238,7 @@ class SimulatedAccelerator:
 
     def allocate(self, like: Tensor, *, is_on_host: bool = False) -> Tensor:
         """Return a tensor as this one in memory of the current stream, or of the host, that holds NaN."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        memory = np.full(max(span, 1) * like.itemsize, 0xFF, np.uint8)
+        memory = np.full(max(extent_of(like), 1), 0xFF, np.uint8)
         held = memory.view()
         with deferred_signals():  # `collect` finds each lease among the blocks
             lease = Lease(held, self._freed.append)
