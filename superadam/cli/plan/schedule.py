@@ -36,12 +36,9 @@ def parts_of(parameters: Iterable[tuple[Tensor, float]], bucket_numel: int) -> l
     parts, at = [], 0.0
     for parameter, share in parameters:
         at = min(1.0, at + share)
-        left, each = parameter.numel(), piece_length(parameter, bucket_numel)
-        is_cut = left > each
-        while left > 0:
-            numel = min(each, left)
-            left -= numel
-            parts.append(Part(torch.Size([numel]), at, is_cut and left == 0))
+        numel, each = parameter.numel(), piece_length(parameter, bucket_numel)
+        for begin in range(0, numel, max(1, each)):
+            parts.append(Part(torch.Size([min(each, numel - begin)]), at, each < numel <= begin + each))
     return parts
 
 
