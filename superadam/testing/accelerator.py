@@ -43,11 +43,6 @@ from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.torch_private import dispatch_mode, ordinary_tensors, schema_of
 from superadam.testing import stand_in
 
-_MAKERS = {
-    f"aten::{name}" for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-}
-"""Their results lie on the host where a program says where to make them."""
-
 _AT_ONCE = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 """Of operations whose results depend on values, or that are not to run twice."""
 
@@ -297,7 +292,8 @@ class SimulatedAccelerator:
         tensors = tensors_in((arguments, options))
         aliases = [result.alias_info for result in schema.returns]
         is_there = any(not self.is_host(tensor) for tensor in tensors) if tensors else self._local.allocates
-        is_there &= self._local.allocates or not (schema.name in _MAKERS and options.get("device") is not None)
+        is_told_where = schema.name.endswith("_like") and options.get("device") is not None  # which is the host
+        is_there &= self._local.allocates or not is_told_where
         if not is_there or any(alias is not None and not alias.is_write for alias in aliases):  # a view
             return operation(*arguments, **options)
         stream, is_copy = self.current_stream(), schema.name.rpartition("foreach_")[2] in ("copy_", "aten::copy_")
