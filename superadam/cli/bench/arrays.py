@@ -88,11 +88,9 @@ class PassArrays:
             "out": _filled(normal, numel, out_dtype),
         }
         if Format.MOMENTS_8BIT in format:
-            exponents = {"exp_avg_exponents": 115, "exp_avg_sq_exponents": 107}  # of numbers near 1e-3 and 1e-6
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name, exponent in {"exp_avg": 115, "exp_avg_sq": 107}.items():  # of numbers near 1e-3 and 1e-6
                 self.by_name[name] = _repeated(generator.integers(1, 256, native.CHUNK, np.uint8), numel)
-            for name, exponent in exponents.items():
-                self.by_name[name] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
+                self.by_name[f"{name}_exponents"] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
         if Format.MASTER_24BIT in format:
             self.by_name["master_low"] = _repeated(generator.integers(0, 256, native.CHUNK, np.uint8), numel)
         self.sums = np.zeros(native.chunk_count(numel), np.float64)
