@@ -69,10 +69,8 @@ DEPRECATED = {
 _COUNTS = "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_length max_steps "
 _COUNTS += "eval_accumulation_steps save_total_limit torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout "
 _COUNTS += "dataset_num_proc pad_to_multiple_of"
-_SIZES = (
-    "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps num_train_epochs seed data_seed eval_delay "
-)
-_SIZES += "dataloader_num_workers neftune_noise_alpha router_aux_loss_coef"
+_SIZES = "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps num_train_epochs seed data_seed "
+_SIZES += "eval_delay dataloader_num_workers neftune_noise_alpha router_aux_loss_coef"
 _PERIODS = "logging_steps eval_steps save_steps"
 
 RANGES: dict[str, tuple[float, float, str]] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,18 +21,8 @@ from superadam.plan.models import build, on_meta, period_of, with_layers
 
 LOSS_ROWS = 1024  # tokens whose logits are there together, where the loss is computed in chunks
 
-FORWARD, HEAD, LAYERS = "forward", "head and loss", "layers' backward"
-STAGES = (FORWARD, HEAD, LAYERS)
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Bytes at the peak of each stage beyond parameters, with gradients that leave at once."""
-
-    forward: int
-    head: int  # forward and backward of output layer and loss
-    layers: int  # at the beginning of the layers' backward
-    last: int  # at its end, when one layer is left
+FORWARD, HEAD, LAYERS, END = "forward", "head and loss", "layers' backward", "end of backward"
+STAGES = (FORWARD, HEAD, LAYERS)  # HEAD: forward and backward of output layer and loss
 
 
 class Live(dispatch_mode()):  # type: ignore[misc]
@@ -145,10 +134,13 @@ def peaks_of(
     return {stage: peak - begin for stage, peak in mode.peaks.items()}
 
 
-def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, tokens: int, **how: Any) -> Activations:
+def activations_of(
+    config: PreTrainedConfig, parameters: int, sequences: int, tokens: int, **how: Any
+) -> dict[str, int]:
     """Return the peaks of the whole model by two runs with few layers; arguments and errors as for `peaks_of`.
 
-    `parameters` is the number of those of the whole model, which has to lie on the line of the two as well.
+    LAYERS is when the layers' backward begins, END when one of them is left. `parameters` is the number of those of the
+    whole model, which has to lie on the line of the two as well.
     """
     period, layers = period_of(config), int(config.num_hidden_layers)
     few = (2 * period, 3 * period)
@@ -172,5 +164,4 @@ def activations_of(config: PreTrainedConfig, parameters: int, sequences: int, to
         raise UnplannableError(unlike)
     runs = [peaks_of(config, sequences, tokens, **how) for config in configs]
     whole = {stage: at([run[stage] for run in runs], rest) for stage in STAGES}
-    one_left = 1 - few[1] // period
-    return Activations(whole[FORWARD], whole[HEAD], whole[LAYERS], at([run[LAYERS] for run in runs], one_left))
+    return whole | {END: at([run[LAYERS] for run in runs], 1 - few[1] // period)}

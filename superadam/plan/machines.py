@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -21,11 +21,6 @@ class Kind(enum.Enum):
     MEASURED = "measured"
     PUBLISHED = "published"
     ASSUMED = "assumed"
-
-    @staticmethod
-    def weakest(kinds: Iterable[Kind]) -> Kind:
-        """Return that of what was computed from such numbers."""
-        return max(kinds, key=list(Kind).index, default=Kind.EXACT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from superadam.host.memory import HostNeeds
 from superadam.offload.needs import needs_of, with_bucket
 from superadam.offload.placement import PACKED_UNDER_WAY, Placement, numel_of_buckets, room_for_new_values
 from superadam.plan import UnplannableError
-from superadam.plan.activations import FORWARD, HEAD, LAYERS, Activations, activations_of
+from superadam.plan.activations import END, FORWARD, HEAD, LAYERS, activations_of
 from superadam.plan.machines import Machine
 from superadam.plan.models import on_meta
 from superadam.state.storage import Master, Moments, Storage
 
-END, STEP = "end of backward", "step()"
+STEP = "step()"
 TRAINING, SAVING, RESUMING, MAPPED = "training", "saving in the background", "resuming", "resuming, file mapped"
 SIZE = torch.bfloat16.itemsize
 MOST_TOKENS = 1 << 20  # of a micro-batch, whose loss is run in chunks without memory; more than a GPU has room for
@@ -59,7 +59,7 @@ class Subject:
     parameters: int  # their elements
     unit: int  # elements of the largest layer, which FSDP2 gathers
     root: int  # elements of what belongs to no layer
-    found: dict[object, Activations] = field(default_factory=dict, compare=False, repr=False)  # peaks, by setting
+    found: dict[object, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)  # peaks, by setting
 
     @staticmethod
     def of(config: PreTrainedConfig) -> Subject:
@@ -137,7 +137,7 @@ def placement_of(subject: Subject, setting: Setting) -> Placement:
     return Placement(0, numel_of_buckets(sum(shard.numel() for shard in shards)), None, 1)
 
 
-def activations_for(subject: Subject, setting: Setting) -> Activations:
+def activations_for(subject: Subject, setting: Setting) -> dict[str, int]:
     """Return the peaks of forward and backward, which are looked for once; raises `UnplannableError`."""
     if (tokens := setting.sequences * setting.tokens) > MOST_TOKENS:
         raise UnplannableError(f"a micro-batch has {tokens} tokens, expected {MOST_TOKENS} at most; make it smaller")
@@ -167,10 +167,10 @@ def memory_of(subject: Subject, setting: Setting, machine: Machine) -> Memory:
     reduced = {"gradients that are reduced": (SIZE + 4) * unit if is_sharded else 0}  # whole, and in fp32
     packed = {"buckets under way": 0 if setting.flows else (PACKED_UNDER_WAY + 1) * bucket}
     gpu = {
-        FORWARD: fixed | {"activations": found.forward},
-        HEAD: fixed | packed | {"activations": found.head},
-        LAYERS: fixed | packed | reduced | {"activations": found.layers},
-        END: fixed | packed | reduced | {"activations": max(found.last, 0 if is_sharded else largest)},
+        FORWARD: fixed | {"activations": found[FORWARD]},
+        HEAD: fixed | packed | {"activations": found[HEAD]},
+        LAYERS: fixed | packed | reduced | {"activations": found[LAYERS]},
+        END: fixed | packed | reduced | {"activations": max(found[END], 0 if is_sharded else largest)},
     }
     room, waiting = None, 0
     limit = int(machine.gpu_memory.value)
@@ -192,8 +192,7 @@ def _host(
     for shard in shards.values():
         needs += needs_of(shard, is_on_host=flows, piece_numel=placement.bucket_numel, storage=setting.storage)
     if not flows:
-        total = sum(shard.numel() for shard in shards.values())
-        needs = with_bucket(replace(needs, shadows=waiting), SIZE, placement, total)
+        needs = with_bucket(replace(needs, shadows=waiting), SIZE, placement, mine // SIZE)
     reserved = {"process": int(machine.host_reserved.value)} | ({"weights": mine} if flows else {})
     training = reserved | {
         "state": needs.state,

@@ -37,15 +37,11 @@ from superadam.host.mapped_files import madvise
 from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.memory import extent_of
 from superadam.kernels.nested import map_tensors, tensors_in
 from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.torch_private import dispatch_mode, ordinary_tensors, schema_of
 from superadam.testing import stand_in
-
-_MAKERS = {
-    f"aten::{name}" for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-}
-"""Their results lie on the host where a program says where to make them."""
 
 _AT_ONCE = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 """Of operations whose results depend on values, or that are not to run twice."""
@@ -237,8 +233,7 @@ class SimulatedAccelerator:
 
     def allocate(self, like: Tensor, *, is_on_host: bool = False) -> Tensor:
         """Return a tensor as this one in memory of the current stream, or of the host, that holds NaN."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        memory = np.full(max(span, 1) * like.itemsize, 0xFF, np.uint8)
+        memory = np.full(max(extent_of(like), 1), 0xFF, np.uint8)
         held = memory.view()
         with deferred_signals():  # `collect` finds each lease among the blocks
             lease = Lease(held, self._freed.append)
@@ -297,7 +292,8 @@ class SimulatedAccelerator:
         tensors = tensors_in((arguments, options))
         aliases = [result.alias_info for result in schema.returns]
         is_there = any(not self.is_host(tensor) for tensor in tensors) if tensors else self._local.allocates
-        is_there &= self._local.allocates or not (schema.name in _MAKERS and options.get("device") is not None)
+        is_told_where = schema.name.endswith("_like") and options.get("device") is not None  # which is the host
+        is_there &= self._local.allocates or not is_told_where
         if not is_there or any(alias is not None and not alias.is_write for alias in aliases):  # a view
             return operation(*arguments, **options)
         stream, is_copy = self.current_stream(), schema.name.rpartition("foreach_")[2] in ("copy_", "aten::copy_")

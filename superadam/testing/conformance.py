@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices import Device, Stream
+from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.host.memory import HostNeeds
@@ -47,9 +47,9 @@ def _finish(device: Device, *streams: Stream) -> None:
         device.record(stream).synchronize()
 
 
-def _download(device: Device, packed: Tensor) -> Tensor:
+def _download(device: Device, packed: Tensor, made: Event | None = None) -> Tensor:
     """Start the copy of packed gradients to the host, where they have arrived once the stream has passed."""
-    device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+    device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT) if made is None else made)
     host = device.host_empty(packed.numel(), packed.dtype)
     device.copy(host, packed, Stream.DOWNLOAD)
     device.record_stream(packed, Stream.DOWNLOAD)
@@ -97,11 +97,7 @@ def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
         if made is None:
             continue
         if made_by_device:
-            for event in dict.fromkeys([made, made]):  # it can be hashed
-                device.wait(Stream.DOWNLOAD, event)
-            host = device.host_empty(70, torch.float32)
-            device.copy(host, gradient, Stream.DOWNLOAD)
-            device.record_stream(gradient, Stream.DOWNLOAD)
+            host = _download(device, gradient, *{made})  # it can be hashed
             _finish(device, Stream.DOWNLOAD)
             assert torch.equal(host, values)
         made.synchronize()

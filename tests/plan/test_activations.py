@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from superadam.cli.plan.presets import presets  # noqa: E402
 from superadam.plan import UnplannableError, attention  # noqa: E402
-from superadam.plan.activations import LAYERS, STAGES, Activations, activations_of, peaks_of, recomputing, run  # noqa: E402
+from superadam.plan.activations import END, LAYERS, STAGES, activations_of, peaks_of, recomputing, run  # noqa: E402
 from superadam.plan.models import build, on_meta, with_layers  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def test_parameters_of_presets_are_those_published(name: str) -> None:
     assert sum(one.numel() for one in on_meta(preset.config).parameters()) == preset.parameters
 
 
-def planned(config: Any) -> Activations:
+def planned(config: Any) -> dict[str, int]:
     parameters = sum(one.numel() for one in on_meta(config).parameters())
     return activations_of(config, parameters, SEQUENCES, TOKENS)
 
@@ -90,14 +90,14 @@ def planned(config: Any) -> Activations:
 def test_few_layers_stand_for_all() -> None:
     config = small("llama", 6)
     found = planned(config)
-    assert found.layers == pytest.approx(peaks_of(config, SEQUENCES, TOKENS)[LAYERS], rel=0.001)
-    assert found.last < found.layers
+    assert found[LAYERS] == pytest.approx(peaks_of(config, SEQUENCES, TOKENS)[LAYERS], rel=0.001)
+    assert found[END] < found[LAYERS]
 
 
 def test_two_layers_stand_for_themselves() -> None:
     found = planned(small("llama", 2))
-    assert found.layers == peaks_of(small("llama", 2), SEQUENCES, TOKENS)[LAYERS]
-    assert found.last == peaks_of(small("llama", 1), SEQUENCES, TOKENS)[LAYERS]
+    assert found[LAYERS] == peaks_of(small("llama", 2), SEQUENCES, TOKENS)[LAYERS]
+    assert found[END] == peaks_of(small("llama", 1), SEQUENCES, TOKENS)[LAYERS]
 
 
 @pytest.mark.parametrize("tokens", [128, 1024])

@@ -8,7 +8,6 @@ import pytest
 from superadam.cli.plan.presets import Preset, presets
 from superadam.offload.needs import needs_of
 from superadam.plan import memory
-from superadam.plan.activations import Activations
 from superadam.plan.models import on_meta
 
 GIGABYTE = 10**9
@@ -25,15 +24,15 @@ def row(name: str, preset: Preset) -> str:
     return f"| {link} | {setting.ranks} | {size} | {preset.parameters:,} | {state:.0f} |"
 
 
-_FOUND: dict[Any, Activations] = {}
+_FOUND: dict[Any, dict[str, int]] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def peaks_found_once() -> Iterator[None]:
     """Find the peaks of a model in a setting once, in a file that imports this; running it again takes seconds."""
-    find: Callable[..., Activations] = memory.activations_of
+    find: Callable[..., dict[str, int]] = memory.activations_of
 
-    def found(config: Any, *sizes: int, **how: Any) -> Activations:
+    def found(config: Any, *sizes: int, **how: Any) -> dict[str, int]:
         key = config.to_json_string(), sizes, tuple(how.items())
         if key not in _FOUND:
             _FOUND[key] = find(config, *sizes, **how)

@@ -41,28 +41,17 @@ STEP = 1000
 """The step whose coefficients the passes use: they are the same in every run."""
 
 
-def _aligned(length: int, size: int) -> npt.NDArray[np.uint8]:
-    memory = np.empty(length * size + ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % ALIGNMENT
-    return memory[offset : offset + length * size]
-
-
 def _filled(values: npt.NDArray[np.float64], length: int, dtype: Dtype) -> npt.NDArray[np.uint8]:
     """Return `values`, converted and repeated up to `length`, as bytes."""
-    match dtype:
-        case Dtype.BFLOAT16:
-            pattern: npt.NDArray[Any] = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        case Dtype.FLOAT16:
-            pattern = values.astype(np.float16)
-        case Dtype.FLOAT64:
-            pattern = values
-        case _:
-            pattern = values.astype(np.float32)
-    return _repeated(pattern, length)
+    kinds: dict[Dtype, npt.DTypeLike] = {Dtype.FLOAT16: np.float16, Dtype.FLOAT64: np.float64}
+    pattern: npt.NDArray[Any] = values.astype(kinds.get(dtype, np.float32))
+    return _repeated(pattern.view(np.uint16)[1::2] if dtype is Dtype.BFLOAT16 else pattern, length)
 
 
 def _repeated(pattern: npt.NDArray[Any], length: int) -> npt.NDArray[np.uint8]:
-    array = _aligned(length, pattern.itemsize)
+    size = length * pattern.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    array = memory[-memory.ctypes.data % ALIGNMENT :][:size]
     elements = array.view(pattern.dtype)
     whole = length - length % len(pattern)
     elements[:whole].reshape(-1, len(pattern))[:] = pattern
@@ -87,25 +76,22 @@ class PassArrays:
         double = gradient_dtype is Dtype.FLOAT64
         state = Dtype.FLOAT64 if double else Dtype.FLOAT32
         moments = Dtype.BFLOAT16 if Format.MOMENTS_BFLOAT16 in format else state
+        master = Dtype.BFLOAT16 if Format.MASTER_24BIT in format else state  # the upper 16 bits
         generator = np.random.default_rng(0)
         normal = generator.standard_normal(native.CHUNK)
         self.by_name = {
             "gradient": _filled(1e-3 * normal, numel, gradient_dtype),
             "accepted_gradient": _filled(1e-3 * normal[::-1], numel, gradient_dtype),
-            "master": _filled(normal, numel, state),
+            "master": _filled(normal, numel, master),
             "exp_avg": _filled(1e-4 * normal, numel, moments),
             "exp_avg_sq": _filled(1e-6 * np.square(normal), numel, moments),
             "out": _filled(normal, numel, out_dtype),
         }
         if Format.MOMENTS_8BIT in format:
-            exponents = {"exp_avg_exponents": 115, "exp_avg_sq_exponents": 107}  # of numbers near 1e-3 and 1e-6
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name, exponent in {"exp_avg": 115, "exp_avg_sq": 107}.items():  # of numbers near 1e-3 and 1e-6
                 self.by_name[name] = _repeated(generator.integers(1, 256, native.CHUNK, np.uint8), numel)
-            for name, exponent in exponents.items():
-                self.by_name[name] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
+                self.by_name[f"{name}_exponents"] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
         if Format.MASTER_24BIT in format:
-            upper = self.by_name["master"].view(np.uint16)[1::2]
-            self.by_name["master"] = _repeated(upper[: native.CHUNK].copy(), numel)
             self.by_name["master_low"] = _repeated(generator.integers(0, 256, native.CHUNK, np.uint8), numel)
         self.sums = np.zeros(native.chunk_count(numel), np.float64)
         self.nonfinite = np.zeros(native.chunk_count(numel), np.int64)

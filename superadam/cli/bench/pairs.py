@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 Action = Callable[[], object]
 """What is timed: it does the whole work once, and may be done again and again."""
@@ -27,9 +29,7 @@ class Spread:
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
         """Return the spread of at least one value; quartiles interpolate linearly and lie within the values."""
-        if len(values) == 1:
-            return Spread(values[0], values[0], values[0])
-        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        lower, median, upper = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
         return Spread(median, lower, upper)
 
 
@@ -86,12 +86,7 @@ def compare(
 
 def times_of(action: Action, runs: int) -> list[float]:
     """Return the seconds of each of some runs, after untimed ones."""
-    seconds = []
-    for _ in range(WARM_UPS + runs):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return seconds[WARM_UPS:]
+    return timeit.repeat(action, repeat=WARM_UPS + runs, number=1)[WARM_UPS:]
 
 
 def fastest(

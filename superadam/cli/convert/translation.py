@@ -15,7 +15,6 @@ AUTO = "auto"
 """What a Trainer replaces with its own arguments."""
 
 _NVME = "state has to fit into host memory"
-_FSDP2 = "which modules are given to fully_shard decides"
 _LOGGED = "a Trainer reports by report_to; in a loop, log scheduler.statistics"
 
 _NOTHING = """
@@ -65,7 +64,7 @@ NO_COUNTERPART = {
     "disable_python_gc": "gc.disable() of Python",
     "dataloader_drop_last": "drop_last of the DataLoader, or dataloader_drop_last=True of a Trainer",
     "log_level": 'logging.getLogger("superadam").setLevel(...)',
-    "zero_optimization": _FSDP2,
+    "zero_optimization": "which modules are given to fully_shard decides",
     "zero_optimization.offload_optimizer": _NVME,
     "zero_optimization.compute_grad_norm": "each step needs the norm, to see Inf and NaN",
     "zero_optimization.cpu_offload": "deprecated there; state is in host memory",
@@ -210,7 +209,6 @@ def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
         found.optimizer["amsgrad"] = "True"
     if str(kind).lower() not in ("adam", "adamw"):
         found.notes.append(f"optimizer.type: {_shown(kind)}: only Adam and AdamW; AdamW stands above")
-        kind = "AdamW"
     return "SpeculativeCPUAdamW" if is_decoupled else "SpeculativeCPUAdam"
 
 

@@ -67,8 +67,8 @@ class Answer:
     @property
     def kind_of_memory(self) -> Kind:
         """How far the sums can be trusted: the tensors are exact, the allowances are the machine's."""
-        kinds = [self.machine.gpu_reserved.kind, self.machine.host_reserved.kind]
-        return Kind.weakest([*kinds, *([Kind.ASSUMED] if self.setting.ranks > 1 else [])])
+        kinds = (self.machine.gpu_reserved.kind, self.machine.host_reserved.kind)
+        return Kind.ASSUMED if self.setting.ranks > 1 else max(kinds, key=list(Kind).index)
 
 
 def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
@@ -92,9 +92,8 @@ def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memo
         clipping=Clipping(setting.clipped),
         resident=2 * state,
     )
-    resident, step = 0, simulate(rates, work)
-    if work.room is None and not setting.flows:
-        resident, work, step = placed(rates, work, parts, placement, max(0, memory.free), state)
+    free = max(0, memory.free) if work.room is None and not setting.flows else 0
+    resident, work, step = placed(rates, work, parts, placement, free, state)
     fixed = total(memory.gpu["forward"]) + (state + SIZE) * work.numel
     on_gpu = None
     if fixed <= memory.gpu_limit and not setting.flows:

@@ -59,9 +59,8 @@ def operations(
     linear = 2.0 * sum(work.values()) * sequences * tokens
     head = 2.0 * outer.weight.numel() * sequences * tokens
     again = (linear - head + scores) * checkpointing + 0.5 * scores
-    if (
-        name := next((name for name, parameter in model.named_parameters() if parameter is outer.weight), None)
-    ) and not is_tied:
-        work[name] *= 2 / 3  # without recomputation
+    for name, parameter in model.named_parameters():
+        if parameter is outer.weight and not is_tied:
+            work[name] *= 2 / 3  # without recomputation
     every = sum(work.values())
     return Operations(linear + scores, again, {name: count / every for name, count in work.items()})

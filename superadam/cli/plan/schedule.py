@@ -36,12 +36,9 @@ def parts_of(parameters: Iterable[tuple[Tensor, float]], bucket_numel: int) -> l
     parts, at = [], 0.0
     for parameter, share in parameters:
         at = min(1.0, at + share)
-        left, each = parameter.numel(), piece_length(parameter, bucket_numel)
-        is_cut = left > each
-        while left > 0:
-            numel = min(each, left)
-            left -= numel
-            parts.append(Part(torch.Size([numel]), at, is_cut and left == 0))
+        numel, each = parameter.numel(), piece_length(parameter, bucket_numel)
+        for begin in range(0, numel, max(1, each)):
+            parts.append(Part(torch.Size([min(each, numel - begin)]), at, each < numel <= begin + each))
     return parts
 
 
@@ -100,9 +97,9 @@ def synchronous(rates: Rates, work: Work) -> float:
 
     Weights that flow are on the host already, as are their gradients; then the model waits for copies as it does here.
     """
-    step, passes, moved = simulate(rates, work), rates.passes, work.size * work.numel
+    passes, moved = rates.passes, work.size * work.numel
     clock = work.micro_batches * (work.forward + work.backward)
     adam = (passes.update + (passes.norm if work.clipping.share else 0.0)) * work.numel
     if work.flows:
-        return clock + step.stalled + adam
+        return clock + simulate(rates, work).stalled + adam
     return clock + moved / rates.download + adam + moved / rates.upload
