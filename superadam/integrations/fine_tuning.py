@@ -180,12 +180,12 @@ def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, su
     refused = NOT_OBEYED | (NOT_WITH_SUPERADAM if superadam else {})
     for configuration in configurations:
         fields = type(configuration).__dataclass_fields__
-        for name in fields.keys() & given.keys() & RANGES.keys():
+        for name in sorted(fields.keys() & given.keys() & RANGES.keys()):
             (least, end, expected), number = RANGES[name], getattr(configuration, name)
             is_default = number == fields[name].default  # -1 says that there is none, of some
             if isinstance(number, int | float) and not is_default and not least <= number < end:
                 raise RefusedError(f"--{name} is {number}, expected a number of {expected}; correct it")
-        for name in fields.keys() & given.keys() & refused.keys():
+        for name in sorted(fields.keys() & given.keys() & refused.keys()):
             if getattr(configuration, name) != fields[name].default:
                 raise RefusedError(f"--{name} is not obeyed, {refused[name]}; leave it out")
 
