@@ -211,7 +211,6 @@ def test_places_and_targets_without_an_index_are_refused(name):
 @pytest.mark.parametrize(
     ("hyper", "step", "factor", "interval"),
     [
-        (ORDINARY, 5, 0.5, Interval(0.0, 0.5)),
         (ORDINARY, 5, 0.0, Interval(0.0, 0.5)),
         (ORDINARY, 5, 0.5, Interval(0.1, 0.5)),
         (ORDINARY, 5, 0.5, Interval(0.4, np.inf)),
