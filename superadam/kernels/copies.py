@@ -15,14 +15,15 @@ from superadam.kernels.torch_private import foreach_copy_, is_short_of_memory
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
     """Copy each source into its target, of the same shape and dtype, in one call.
 
-    For strides that differ torch allocates memory. If there is none, tensors are copied in pieces that need none.
+    For strides that differ torch allocates memory. If there is none, tensors are copied in pieces that need none. Into
+    tensors that are negated lazily it copies one at a time only.
     """
     if not targets:  # torch takes no empty lists
         return
     try:
         foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
     except Exception as error:
-        if not is_short_of_memory(error):
+        if not is_short_of_memory(error) and not any(target.is_neg() for target in targets):
             raise
         for target, source in zip(targets, sources, strict=True):
             copy_one(target, source, non_blocking=non_blocking)

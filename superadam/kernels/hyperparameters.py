@@ -256,10 +256,7 @@ class Coefficients:
         is_covered = (
             0.0 < low <= self.s <= high < math.inf
             and self.s <= 4.0 * low
-            and abs(self.nss) <= 2.0**10
-            and 0.0 < self.bc2s <= 1.0
-            and self.c2 > 0.0
-            and 0.0 < self.w <= 1.0
+            and abs(self.nss) <= 2.0**10  # the other scalars are in range, as betas are at least 0 and below 1
         )
         if not is_covered:
             return None

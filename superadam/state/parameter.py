@@ -167,7 +167,8 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 def differing(first: Tensor, second: Tensor) -> Tensor:
     """Return where two tensors of one dtype differ in any bit; NaN equals NaN, +0 and -0 differ."""
     bits = getattr(torch, f"int{8 * first.dtype.itemsize}")
-    return (first.contiguous().view(bits) != second.contiguous().view(bits)) & ~(first.isnan() & second.isnan())
+    one, other = first.contiguous().resolve_neg().view(bits), second.contiguous().view(bits)
+    return (one != other) & ~(first.isnan() & second.isnan())
 
 
 def piece_length(parameter: Tensor, most: int | None) -> int:
@@ -266,7 +267,7 @@ class ParameterState(Piece):
         encodings: of those of `TENSORS` that are encoded in two arrays.
         shown: by key, the stand-ins for its `TENSORS` in `optimizer.state`: a write to one is a write to the state.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
-        is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
+        is_staged: whether kernels cannot write the parameter directly: on another device, not dense, or negated lazily.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam, or the first arrays of encoded ones.
         exp_avg_exponents, exp_avg_sq_exponents, master_low: the second arrays, with one dimension, of what is encoded.
         arrays: those of its `TENSORS` that a program has assigned from memory that an array (numpy, DLPack) may have.
@@ -291,7 +292,7 @@ class ParameterState(Piece):
         self.row, self.parameter, self.local, self.name = row, parameter, local, name
         self.is_distributed = local is not parameter
         on_host = local.is_cpu if is_on_host is None else is_on_host
-        self.is_staged = not on_host or local.stride() != self.strides
+        self.is_staged = not on_host or not self.has_layout(local)
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.storage = storage.of(local)
         self.first_threshold = shards.first_position(parameter) % compact.BLOCK if layout.is_contiguous() else 0
@@ -415,7 +416,7 @@ class ParameterState(Piece):
         if values.dtype == self.dtype_of(key) and key in self.encodings:
             return self.store(key, values, in_place=True)
         stored = self.values_of(key)
-        given = values.detach().cpu().resolve_neg()
+        given = values.detach().cpu()
         where = differing(given, (stored if before is None else before).to(given.dtype))
         is_any = bool(where.any())
         if not is_any and before is None:
@@ -525,7 +526,7 @@ class ParameterState(Piece):
         if self.exp_avg is None:
             self.put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
-            self.store("master", self.local)
+            self.store("master", self.local.resolve_neg())  # copy_ of fp16 to fp32 forgets the sign
         if with_max and self.max_exp_avg_sq is None:
             self.put(self.zeros("max_exp_avg_sq"))
 

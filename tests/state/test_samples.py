@@ -104,6 +104,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda values: values.clone(),
     "transposed": lambda values: values.t().clone(memory_format=torch.contiguous_format).t(),
     "sliced": lambda values: torch.stack([values.t(), values.t()], dim=-1)[..., 0].t(),
+    "negated lazily": lambda values: torch._neg_view(-values),
 }
 
 
