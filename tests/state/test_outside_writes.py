@@ -64,7 +64,8 @@ def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype,
         train_alike(optimizer, twin, 3)
     p, _ = parameters_of(optimizer)
     for ask in (
-        optimizer.reload_masters,
+        lambda: (optimizer.state[p], write(optimizer, p.detach() + 1), optimizer.reload_masters()),
+        lambda: setattr(optimizer.state[p]["master"], "data", p.float() * 2),
         lambda: optimizer.state[p]["master"].mul_(2),
         lambda: (optimizer.state[p]["master"].mul_(2), optimizer._adopt_sampled_writes()),  # as a save does
         lambda: (optimizer.state[p]["master"].mul_(2), LOOKS["scheduler"](optimizer)),
