@@ -128,7 +128,7 @@ def encode(encoding: Encoding, values: Tensor, first: Tensor, second: Tensor) ->
 
 @torch.no_grad()
 def decode(encoding: Encoding, first: Tensor, second: Tensor, values: Tensor) -> None:
-    """Write what two flat arrays hold into flat `values`, which are fp32 or bf16."""
+    """Write what two flat arrays hold into flat `values`, which are of a float dtype."""
     for begin in range(0, len(values), _PART):
         values[begin : begin + _PART] = encoding.decode(*_parts(encoding, first, second, begin))
 

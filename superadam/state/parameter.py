@@ -439,7 +439,7 @@ class ParameterState(Piece):
 
     def show(self, key: str, shown: Tensor) -> None:
         """Write the state's values into a tensor of any dtype, layout and device."""
-        if key in self.encodings and self.has_layout(shown) and shown.dtype in (torch.float32, torch.bfloat16):
+        if key in self.encodings and self.has_layout(shown):
             self.decode(key, shown)
         else:
             shown.copy_(self.values_of(key))
