@@ -179,8 +179,8 @@ WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module")
 STEP_MARK = "_opt_called"
 """The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 
-TEMPLATE_STEP = "_init_optim_state"
-"""The function of `torch.distributed.checkpoint` that makes a step to get state to load into; else that step counts."""
+TEMPLATE_STEP = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+"""The module and the function that make a step to get state to load into; if torch renames them, that step counts."""
 
 _wrap_step: Callable[..., Any] = _find("optim.Optimizer.profile_hook_step", lambda step: step)
 step_wrapper = _wrap_step(lambda optimizer: None).__code__

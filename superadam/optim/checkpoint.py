@@ -45,7 +45,8 @@ _COUNTING = {torch.float32: 2**24, torch.float64: _LARGEST_STEP, torch.int32: 2*
 
 def is_asked_for_template() -> bool:
     """Whether torch.distributed.checkpoint makes this step: its zero gradients could be those of a true step."""
-    return any(frame.f_code.co_name == torch_private.TEMPLATE_STEP for frame, _ in traceback.walk_stack(None))
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return torch_private.TEMPLATE_STEP in ((it.f_globals.get("__name__"), it.f_code.co_name) for it in frames)
 
 
 def _kind_of(value: object) -> str:
@@ -137,7 +138,7 @@ def check_entry(entry: object, state: ParameterState) -> None:
         if not _is_dense(value, state.local.shape):
             raise ValueError(
                 f"{key} of {name} is {_kind_of(value)}, expected floats of shape {tuple(state.local.shape)}, "
-                "dense and in memory; load a checkpoint of the same model, or delete the state of what was resized"
+                "dense and in memory; load a checkpoint of the same model; delete the state of a resized parameter"
             )
 
 

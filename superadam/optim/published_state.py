@@ -220,7 +220,7 @@ class PublishedState:
                     entry[key]  # of another layout or format: decoded, to be stored again
         kept = checkpoint.local_entry(raw(entry), state)
         given = kept.get("master")
-        is_resized = isinstance(given, Tensor) and given.shape != state.shape
+        is_resized = isinstance(given, Tensor) and not given.is_nested and given.shape != state.shape
         is_stale = state.is_own_master or given is None or is_resized
         if is_stale:
             kept.pop("master", None)

@@ -232,7 +232,7 @@ class Piece:
     def host_copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a copy of a tensor of this shape on the CPU, in this layout; of its own dtype by default."""
         copy = torch.empty_strided(tensor.shape, self.strides, dtype=dtype or tensor.dtype, device="cpu")
-        return copy.copy_(tensor.detach())
+        return copy.copy_(tensor.detach().resolve_neg())  # copy_ of fp16 to fp32 forgets the sign
 
     def waits_with(self, taken: TakenGradient) -> bool:
         """Whether this gradient waits for its verdict, unchanged."""
@@ -526,7 +526,7 @@ class ParameterState(Piece):
         if self.exp_avg is None:
             self.put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
-            self.store("master", self.local.resolve_neg())  # copy_ of fp16 to fp32 forgets the sign
+            self.store("master", self.local)
         if with_max and self.max_exp_avg_sq is None:
             self.put(self.zeros("max_exp_avg_sq"))
 

@@ -265,6 +265,8 @@ class SimulatedAccelerator:
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return a tensor over the same memory, which does not keep that from being dropped if it is ours."""
+        if tensor.is_neg():
+            raise NotImplementedError("a tensor is negated lazily, which is not simulated; resolve_neg() it")
         block, storage = self.block_of(tensor), tensor.untyped_storage()
         with ordinary_tensors():
             if block is not None:
@@ -292,7 +294,7 @@ class SimulatedAccelerator:
         tensors = tensors_in((arguments, options))
         aliases = [result.alias_info for result in schema.returns]
         is_there = any(not self.is_host(tensor) for tensor in tensors) if tensors else self._local.allocates
-        is_told_where = schema.name.endswith("_like") and options.get("device") is not None  # which is the host
+        is_told_where = schema.name.endswith("like") and options.get("device") is not None  # which is the host
         is_there &= self._local.allocates or not is_told_where
         if not is_there or any(alias is not None and not alias.is_write for alias in aliases):  # a view
             return operation(*arguments, **options)

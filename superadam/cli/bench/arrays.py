@@ -13,6 +13,7 @@ import numpy.typing as npt
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Format
+from superadam.state.parameter import SECONDS
 
 ALIGNMENT = 64
 """Bytes: a cache line, from where stores past the caches may start."""
@@ -90,7 +91,7 @@ class PassArrays:
         if Format.MOMENTS_8BIT in format:
             for name, exponent in {"exp_avg": 115, "exp_avg_sq": 107}.items():  # of numbers near 1e-3 and 1e-6
                 self.by_name[name] = _repeated(generator.integers(1, 256, native.CHUNK, np.uint8), numel)
-                self.by_name[f"{name}_exponents"] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
+                self.by_name[SECONDS[name]] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
         if Format.MASTER_24BIT in format:
             self.by_name["master_low"] = _repeated(generator.integers(0, 256, native.CHUNK, np.uint8), numel)
         self.sums = np.zeros(native.chunk_count(numel), np.float64)

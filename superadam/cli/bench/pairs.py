@@ -85,7 +85,7 @@ def compare(
 
 
 def times_of(action: Action, runs: int) -> list[float]:
-    """Return the seconds of each of some runs, after untimed ones."""
+    """Return the seconds of each of some runs without the garbage collector, after untimed ones."""
     return timeit.repeat(action, repeat=WARM_UPS + runs, number=1)[WARM_UPS:]
 
 
