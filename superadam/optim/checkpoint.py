@@ -138,7 +138,7 @@ def check_entry(entry: object, state: ParameterState) -> None:
         if not _is_dense(value, state.local.shape):
             raise ValueError(
                 f"{key} of {name} is {_kind_of(value)}, expected floats of shape {tuple(state.local.shape)}, "
-                "dense and in memory; load a checkpoint of the same model; delete the state of a resized parameter"
+                "dense and in memory; load a checkpoint of the same model, or delete this state if you resized it"
             )
 
 

@@ -333,7 +333,7 @@ class Transaction:
                 if math.frexp(contribution.scale.factor)[0] != 0.5:
                     if has_limit:
                         contribution.apply_factors(products)
-                    elif contribution.piece.state.row in copied:  # whose copies need not have been taken
+                    elif contribution.piece.state.row in copied:  # as on ranks where it was not taken
                         uncounted.append(replace(contribution))
                         uncounted[-1].apply_factors(products)
         with np.errstate(all="ignore"):

@@ -266,7 +266,7 @@ class SimulatedAccelerator:
     def alias(self, tensor: Tensor) -> Tensor:
         """Return a tensor over the same memory, which does not keep that from being dropped if it is ours."""
         if tensor.is_neg():
-            raise NotImplementedError("a tensor is negated lazily, which is not simulated; resolve_neg() it")
+            raise ValueError("a tensor is negated lazily, expected its values in memory; resolve_neg() it")
         block, storage = self.block_of(tensor), tensor.untyped_storage()
         with ordinary_tensors():
             if block is not None:

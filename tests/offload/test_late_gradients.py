@@ -80,8 +80,7 @@ def train(
             if where != "in time":
                 arrivals.settle()
         assert scheduler.statistics.buckets > 0
-        own = ["master"] if dtype == torch.float32 else []  # which has masters on the simulated device only
-        return state_bits(optimizer, without=own)
+        return state_bits(optimizer, without=["master"] * (dtype == torch.float32))  # the simulated device's alone
 
 
 @functools.cache
