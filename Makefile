@@ -42,8 +42,9 @@ suite: $(VENV)/test-tools
 test-quick: $(VENV)/test-tools
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests
 
+# TIMES=20 as many examples as `make test` draws.
 test-deep: $(VENV)/test-tools
-	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) --timeout 7200 tests
+	SUPERADAM_DEEP=$(or $(TIMES),20) $(BIN)/python -m pytest $(IN_PARALLEL) tests
 
 # SAMPLE=200 is how many, of FILES="superadam/step cpu/run.c"; SEED draws the same ones again; WORKERS is else the number of CPUs;
 # TESTS="tests/step tests/offload" runs these in place of the folder that mirrors a file.

@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis.internal.conjecture import providers
+from support.deep import DEEP, TIMES
 from support.slow_files import is_slow
 
 import superadam
@@ -33,9 +34,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
-    "deep", hypothesis.settings.get_profile("default"), derandomize=False, max_examples=800, print_blob=True
+    "deep", hypothesis.settings.get_profile("default"), derandomize=False, max_examples=40 * TIMES, print_blob=True
 )
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 hypothesis.settings.load_profile("deep" if DEEP else "default")
 # Else it draws numbers that modules hold which other tests have imported: what is drawn would depend on their order.
 providers._get_local_constants = providers.Constants
@@ -43,10 +43,6 @@ providers._get_local_constants = providers.Constants
 # A shell's background jobs ignore Ctrl-C and let all that they start ignore it, but tests send it to both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-DEEPER = 20
-"""How many times as long a test may take with the "deep" profile, which draws many more examples."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -75,9 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
     yield
     for item in items:
-        limit = item.get_closest_marker("timeout")
-        if limit is not None and DEEP:
-            item.add_marker(pytest.mark.timeout(DEEPER * limit.args[0]), append=False)
+        if DEEP:
+            limit = item.get_closest_marker("timeout")
+            seconds = float(item.config.getini("timeout") if limit is None else limit.args[0])
+            item.add_marker(pytest.mark.timeout(TIMES * seconds), append=False)
     elsewhere = platform.machine() != "x86_64"
     left_out = {item for item in items if elsewhere and item.get_closest_marker("x86_64")}
     left_out |= {item for item in items if not DEEP and item.get_closest_marker("deep")}

@@ -1,12 +1,12 @@
 """Gradients of FSDP2's shards that are held, edited and exchanged: the bits of the run without a scheduler."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.deep import TIMES
 from support.edited_gradients import ACTIONS, Run, assert_unnoticed, seen_of
 from support.shards import wrap
 from torch import Tensor, distributed, nn
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 NONE = -1  # of the layers is left out of a loss
-PROGRAMS = 3000 if os.environ.get("SUPERADAM_DEEP") == "1" else 60
+PROGRAMS = 60 * TIMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.deep import DEEP, TIMES
 from support.late_gradients import LateGradients, beside
 from support.overlap import ImmediateDevice, ThreadDevice
 from support.ranks import on_ranks
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.slow
 
 LIMIT = 0.5
 LAYERS = tuple(SHAPES[:3])
-IS_DEEP = "SUPERADAM_DEEP" in os.environ
 
 
 def sharded(
@@ -374,14 +373,14 @@ def test_program_has_the_bits_of_training_without_a_scheduler(rank, name):
     assert all(kind in seen for kind in StepKind) or PROGRAMS[name].loss_scale or PROGRAMS[name].clips
     number = [*PROGRAMS].index(name)
     settings = [where for where in DEVICES if where != "host" or PROGRAMS[name].edit is not place]
-    count = len(settings) if IS_DEEP or number < 2 else 1
+    count = len(settings) if DEEP or number < 2 else 1
     for where in itertools.islice(itertools.cycle(settings), number, number + count):
         found, told = trained(rank, PROGRAMS[name], where)
         assert told == seen
         assert_same(found, parts)
 
 
-@pytest.mark.parametrize("seed", range(40 * SEEDS if IS_DEEP else SEEDS))
+@pytest.mark.parametrize("seed", range(TIMES * SEEDS))
 @on_ranks(2)
 def test_drawn_program_has_the_bits_of_training_without_a_scheduler(rank, seed):
     parts, expected = trained(rank, drawn(seed), None)

@@ -1,6 +1,5 @@
 """Ranks that are killed, stopped or fail: the others end with an error that says so."""
 
-import os
 import re
 import signal
 import sys
@@ -14,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.deep import DEEP
 from support.overlap import ThreadDevice
 from support.ranks import ENDED, Ending, preload, run_apart
 from support.shards import ROUNDED, wrap
@@ -31,8 +31,6 @@ from superadam.state.table import ParameterTable
 from superadam.step.transaction import Transaction
 
 pytestmark = pytest.mark.slow
-
-IS_DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 
 preload("superadam.integrations.distributed_checkpoint")
 
@@ -195,9 +193,9 @@ FAILED = [
 def test_lost_ranks_are_noticed(tmp_path):
     """Those that were stopped end once they go on; of those that failed, the others tell that, or that they end."""
     losses = [
-        *(("kill", "", *one) for one in (KILLED if IS_DEEP else KILLED[1::3])),
-        *(("stop", "", *one) for one in (STOPPED if IS_DEEP else STOPPED[2::3])),
-        *(FAILED if IS_DEEP else FAILED[::2]),
+        *(("kill", "", *one) for one in (KILLED if DEEP else KILLED[1::3])),
+        *(("stop", "", *one) for one in (STOPPED if DEEP else STOPPED[2::3])),
+        *(FAILED if DEEP else FAILED[::2]),
     ]
     cases = [
         {"folder": str(tmp_path / str(number)), "overlaps": overlaps, "place": place, "act": act, "victims": victims}

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import math
 import mmap
-import os
 import random
 import sys
 from collections import Counter
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from support import gpu_variants, ptx
+from support.deep import DEEP
 from support.gpu_arrays import DEVICE, offsets_with_gaps
 from support.gpu_checks import check_against_cpu, check_pack, check_scatter, stored_gradient, telling
 from support.gpu_variants import (
@@ -53,7 +53,6 @@ needs_compilers = pytest.mark.skipif(not can_compile(), reason="this Triton lack
 EXECUTES = DEVICE.type == "cpu"  # a GPU executes the kernels itself
 executes = pytest.mark.skipif(not (can_compile() and EXECUTES), reason="lacks compilers, or has a GPU")
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 NVIDIA, AMD = ["sm_80", "sm_90", "sm_100"] if DEEP else ["sm_90"], ["gfx942"]
 """Targets. NVIDIA's differ in few instructions: sm_80 has shfl for redux.sync, sm_100 alone abs.f32 and f32x2."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import visible
-from support.programs import DEEP
+from support.deep import DEEP
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 

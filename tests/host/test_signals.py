@@ -25,10 +25,10 @@ from typing import Any
 
 import pytest
 from support.children import exit_code_of_child, without_torch
+from support.deep import TIMES
 
 from superadam.host.signals import deferred_signals
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 LIBRARY = ctypes.CDLL(None)
 CAUGHT = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 SOME = (signal.SIGINT, signal.SIGTERM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU)
@@ -340,7 +340,7 @@ def test_a_second_signal_may_end_the_process():
 @pytest.mark.parametrize("errors", [0, 3])
 def test_each_signal_of_another_process_comes_once(errors):
     """At whichever instruction of the C functions: each is sent when the one before has been seen."""
-    count = 40_000 if DEEP else 4_000
+    count = 4_000 * TIMES
     numbers = memoryview(mmap.mmap(-1, 8)).cast("Q")
     process = os.getpid()
 

@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.children import exit_code_of_child, killed_at
+from support.deep import DEEP
 from support.interrupting import interrupt_at_each_line
 from support.visible import content
 from torch import nn
@@ -512,7 +513,7 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
     (start / ".save-00000009.feedbeef.part").mkdir()
     save_newer = functools.partial(save, folder, *pair, extra="newer", keep=1)
     seen = []
-    for number in range(0, 1000, 1 if os.environ.get("SUPERADAM_DEEP") == "1" else 5):
+    for number in range(0, 1000, 1 if DEEP else 5):
         shutil.copytree(start, folder)
         code = exit_code_of_child(lambda: killed_at(number, save_newer))  # noqa: B023
         other = new(6)

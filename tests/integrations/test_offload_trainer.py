@@ -6,7 +6,6 @@ import ctypes
 import gc
 import io
 import math
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.children import exit_code_of_child, memory_of_process
+from support.deep import DEEP
 from support.frameworks import MARKS, VOCABULARY, Sentences, assert_same, dtypes
 from support.visible import bits, state_bits
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from superadam.integrations.transformers import offload
 
 pytestmark = [pytest.mark.slow, *MARKS]
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 SCHEDULER = {"num_threads": 1, "bucket_numel": 500}
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
 PASSING = ("_runtime", "_per_second", "step_time", "train_loss")

@@ -15,6 +15,7 @@ import pytest
 from arm import emulation
 from arm.emulation import Cpu, EmulatedJob
 from support import formula
+from support.deep import DEEP
 from support.intervals import HALVES, drawn_case
 from support.kernel_arrays import FORMATS, Job, differing, make_segment, variants
 from support.listing import Listing
@@ -36,8 +37,7 @@ RUNNABLE = dict.fromkeys(Cpu, ROWS) | {
 HOSTILE_FPCR = 1 << 24 | 1 << 25 | 3 << 22 | 1 << 26
 
 
-IS_DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-SEED = int.from_bytes(os.urandom(4)) if IS_DEEP else 20_240_607
+SEED = int.from_bytes(os.urandom(4)) if DEEP else 20_240_607
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,7 +83,7 @@ def all_jobs(rng: np.random.Generator) -> Iterator[EmulatedJob]:
     """Yield every pass and dtype, with all tails of a block, chunk edges and random lengths, before a guard or both."""
     for which in Pass:
         for number, (gradient, out) in enumerate(variants(which)):
-            for at_end in (False, True) if IS_DEEP else (bool(number % 2),):
+            for at_end in (False, True) if DEEP else (bool(number % 2),):
                 edges = [formula.CHUNK + int(rng.integers(-17, 18)), int(rng.integers(34, 3 * formula.CHUNK))]
                 lengths = [*range(34), *map(int, rng.integers(34, 600, 3)), *edges]
                 yield EmulatedJob(
@@ -122,7 +122,7 @@ def batch(tmp_path_factory):
     return path, every, listings
 
 
-DEEP = pytest.mark.deep  # as is every other length of vectors
+ONLY_DEEP = pytest.mark.deep  # as is every other length of vectors
 
 
 @pytest.mark.slow
@@ -134,9 +134,9 @@ DEEP = pytest.mark.deep  # as is every other length of vectors
         (Cpu.SVE_128, "sve_bf16"),
         (Cpu.SVE_256, "sve_bf16"),
         (Cpu.SVE_2048, "sve_bf16"),
-        pytest.param(Cpu.CORTEX_A72, "scalar", marks=DEEP),
-        pytest.param(Cpu.SVE_128, "sve", marks=DEEP),
-        pytest.param(Cpu.SVE_512_WITHOUT_BF16, "sve", marks=DEEP),
+        pytest.param(Cpu.CORTEX_A72, "scalar", marks=ONLY_DEEP),
+        pytest.param(Cpu.SVE_128, "sve", marks=ONLY_DEEP),
+        pytest.param(Cpu.SVE_512_WITHOUT_BF16, "sve", marks=ONLY_DEEP),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.deep import DEEP
 from support.overlap import DeferredDevice, FullDevice, ImmediateDevice, ThreadDevice, fail_at
-from support.programs import DEEP
 from support.visible import state_bits
 from torch import Tensor, nn
 

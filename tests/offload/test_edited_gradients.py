@@ -1,20 +1,18 @@
 """Gradients that are held, edited, replaced and exchanged between backward and step: the bits of the plain run."""
 
-import os
-
 import pytest
+from support.deep import TIMES
 from support.edited_gradients import ACTIONS, Run, assert_unnoticed
 from support.visible import bits
 
-PROGRAMS = 20_000 if os.environ.get("SUPERADAM_DEEP") == "1" else 160
-PART = PROGRAMS // 4
+PARTS, PROGRAMS = 4, 40 * TIMES  # in each part
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("part", range(PROGRAMS // PART))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_programs_see_and_end_in_what_the_plain_run_does(part: int) -> None:
-    for seed in range(part * PART, (part + 1) * PART):
+    for seed in range(part * PROGRAMS, (part + 1) * PROGRAMS):
         assert_unnoticed(Run, seed)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.deep import DEEP, TIMES
 from support.overlap import DEVICES, ThreadDevice, adam, batch, mlp, train
-from support.programs import DEEP, frozen
+from support.programs import frozen
 from support.visible import bits, state_bits
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ from superadam.optim import adam as adam_module
 from superadam.optim import binding, entry, published_state
 from superadam.step import gradients
 
-INTERRUPTIONS = 1000 if DEEP else 12
+INTERRUPTIONS = 12 * TIMES
 STEPS = 40
 LATEST_SECONDS = 0.004
 """After the beginning of an iteration, which takes about as long; decides where interruptions fall, and no result."""
@@ -265,7 +266,7 @@ def made_plainly(dtype: torch.dtype, made: int, *, is_patched: bool) -> list[Any
     return [after, training.seen()]
 
 
-POINTS = 100 if DEEP else 6
+POINTS = 6 * TIMES
 
 
 @pytest.mark.slow

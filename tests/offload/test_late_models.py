@@ -1,6 +1,5 @@
 """Models that compute late on the simulated accelerator: host, worker and streams run apart, as with a GPU."""
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.deep import TIMES
 from support.visible import state_bits
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from superadam.kernels.torch_private import ordinary_tensors
 from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
 
-SEEDS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 24
+SEEDS = 24 * TIMES
 STEPS = 6
 
 

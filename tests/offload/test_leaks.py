@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.deep import DEEP, TIMES
 from support.overlap import ThreadDevice, adam, mlp
 from torch import Tensor, nn
 
@@ -21,10 +22,8 @@ from superadam.kernels.hyperparameters import beta_power
 from superadam.offload import trace
 from superadam.testing import SimulatedDevice
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-STEPS = 20_000 if DEEP else 80
-WARM_UP = 2_000 if DEEP else 24
-CREATED = 500 if DEEP else 15
+STEPS, WARM_UP = (20_000, 2_000) if DEEP else (80, 24)
+CREATED = 15 * TIMES
 SLACK_BYTES = 4_000_000
 """By which the memory of the process may differ between two moments: the allocator keeps some."""
 

@@ -5,7 +5,6 @@ memory that is not there.
 """
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,21 +12,21 @@ import pytest
 import torch
 from support import moved_memory
 from support.children import exit_code_of_child
+from support.deep import TIMES
 from support.moved_memory import ACTIONS, SETTINGS, difference
 from support.visible import bits, visible
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 
-PROGRAMS = 20_000 if os.environ.get("SUPERADAM_DEEP") == "1" else 80
-PART = PROGRAMS // 4
+PARTS, PROGRAMS = 4, 20 * TIMES  # in each part
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("part", range(PROGRAMS // PART))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_programs_end_in_the_bits_of_the_plain_run(part: int) -> None:
-    seeds = range(part * PART, (part + 1) * PART)
+    seeds = range(part * PROGRAMS, (part + 1) * PROGRAMS)
     assert [found for seed in seeds if (found := difference(seed, SETTINGS[seed % len(SETTINGS)]))] == []
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.deep import DEEP
 from support.overlap import ThreadDevice, adam, fail_at
-from support.programs import DEEP, EIGHT_BITS, HALF_MOMENTS, OTHERS, SHORT_MASTERS, Program, Run, Setting, differences
+from support.programs import EIGHT_BITS, HALF_MOMENTS, OTHERS, SHORT_MASTERS, Program, Run, Setting, differences
 from support.visible import state_bits
 from torch import Tensor, nn
 

@@ -20,9 +20,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from offload.test_programs import ACTIONS, STEPS, dtype_of, gradients, loss_of
+from support.deep import TIMES
 from support.optimizers import through_disk
 from support.overlap import DeferredDevice, FullDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
-from support.programs import DEEP, EAGER, Run, difference, frozen, state_of
+from support.programs import EAGER, Run, difference, frozen, state_of
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
@@ -39,7 +40,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
-MACHINE = settings(max_examples=10_000 if DEEP else 48, stateful_step_count=8, suppress_health_check=list(HealthCheck))
+MACHINE = settings(max_examples=48 * TIMES, stateful_step_count=8, suppress_health_check=list(HealthCheck))
 
 ERRORS = (
     *(AssertionError, AttributeError, IndexError, KeyError, RuntimeError),

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.deep import DEEP
 
 TESTS = Path(__file__).parents[1]
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200 if DEEP else 300)
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or shutil.which("cc") is None, reason="needs glibc and a C compiler"
 )

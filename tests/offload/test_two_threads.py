@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import os
 import queue
 import random
 import sys
@@ -18,13 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.deep import TIMES
 from support.overlap import DEVICES, adam, batch, mlp
 from support.visible import bits, parameters_of
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.offload import trace
 
-INTERLEAVINGS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 1
+INTERLEAVINGS = TIMES
 REPEATS = 2
 """Calls of each thread in one interleaving."""
 

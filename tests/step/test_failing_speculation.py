@@ -3,7 +3,6 @@
 Also with other hyper-parameters, where it ran out while state was created.
 """
 
-import os
 import random
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.deep import TIMES
 from support.visible import bits, give_gradients, parameter, state_bits
 from torch import nn
 
@@ -20,7 +20,7 @@ from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable, ParameterTable
 from superadam.step import transaction
 
-PROGRAMS = 5000 if os.environ.get("SUPERADAM_DEEP") == "1" else 75
+PROGRAMS = 75 * TIMES
 ALLOCATING = (
     (PlainDevice, "host_empty"),
     (ParameterState, "zeros"),

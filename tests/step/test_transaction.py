@@ -6,7 +6,6 @@ And whatever is done to gradients and parameters in between does what it does wi
 import copy
 import math
 import operator
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.deep import DEEP, TIMES
 from support.optimizers import DTYPES
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, random_array
@@ -342,10 +342,9 @@ class SpeculativeRun(RuleBasedStateMachine):
         self.patch.undo()
 
 
-deep = os.environ.get("SUPERADAM_DEEP") == "1"
 TestSpeculativeRun = SpeculativeRun.TestCase
 TestSpeculativeRun.settings = settings(
-    max_examples=3000 if deep else 150,
-    stateful_step_count=30 if deep else 15,
+    max_examples=150 * TIMES,
+    stateful_step_count=30 if DEEP else 15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

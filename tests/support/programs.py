@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import platform
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.deep import DEEP
 from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, eager, everything, mlp, twins
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.offload import buckets
 from superadam.testing import SimulatedDevice
-
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
