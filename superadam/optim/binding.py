@@ -225,10 +225,11 @@ class Binding(GradientHolder):
         with deferred_signals():  # a handler may close the scheduler, and so end what is bound
             return self.bound_now(groups)
 
-    def bound_now(self, groups: Groups, *, looks: bool = True) -> Transaction:
+    def bound_now(self, groups: Groups, *, looks: bool = True, steps: bool = False) -> Transaction:
         """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it.
 
-        Unless it `looks` which state programs hold, what they may hold counts as held.
+        Unless it `looks` which state programs hold, what they may hold counts as held. What they have put there stays
+        until a step is made.
         """
         parameters = _parameters_of(groups)
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
@@ -242,6 +243,8 @@ class Binding(GradientHolder):
         if self._transaction.table.is_any_held:
             with self._transaction.lock:
                 self.published.read_edited(self._transaction.table)
+                if steps:
+                    self.published.let_go(self._transaction.table.held_states())
                 if looks:
                     self.published.look(self._transaction.table)
         return self._transaction
@@ -283,7 +286,6 @@ class Binding(GradientHolder):
         """Whether programs were given the entries as they are, and have put nothing else into them since then.
 
         What they have written to is read when it is used: a loop may read the state of one parameter after another.
-        Where there are stand-ins, or may be, each read lets go of those that no program has.
         """
         transaction = self._transaction
         if transaction is None or not transaction.table.is_exposed:

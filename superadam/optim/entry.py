@@ -103,7 +103,6 @@ class Entry(dict[str, Any]):
 
     get: Any = MutableMapping.get
     setdefault: Any = MutableMapping.setdefault
-    pop: Any = MutableMapping.pop
     values: Any = MutableMapping.values
     items: Any = MutableMapping.items
     __eq__: Any = MutableMapping.__eq__
@@ -111,6 +110,10 @@ class Entry(dict[str, Any]):
 
     def __ne__(self, other: object) -> bool:
         return not self == other
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self.get(key)  # which decodes it
+        return super().pop(key, *default)
 
     def popitem(self) -> tuple[str, Any]:
         self.copy()  # which decodes all

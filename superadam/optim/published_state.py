@@ -55,7 +55,6 @@ class PublishedState:
             self._apart = apart
         for state in edited:  # none is accepted: speculation reads no state that programs may hold
             self.read(state, table, moved.get(state.row, ()))
-        self.let_go(edited)
 
     def refuse_shared_memory(self, states: Sequence[ParameterState], names: Sequence[str]) -> None:
         """Raise ValueError if entries have tensors in the same memory, to which the steps of several would write."""
@@ -117,9 +116,14 @@ class PublishedState:
                 del entry.decoded[key]
 
     def let_go(self, states: Sequence[ParameterState]) -> None:
-        """Let go of stand-ins that no program has. Call `read` first: a write to one of them would be lost."""
+        """Let go of stand-ins that no program has, and of masters that are none any more.
+
+        Call `read` first: a write to a stand-in would be lost. Programs see what goes, so it does in a step alone.
+        """
         is_dict_held = sys.getrefcount(self.entries) > _ALONE + 1
         for state in states:
+            if state.master is None and self.entries.get(state.parameter):
+                self.entries[state.parameter].pop("master", None)  # of another dtype, device, layout or shape
             for key in self._stand_ins(state):
                 if not _is_referenced(raw(self.entries[state.parameter]), key, _STAND_IN):
                     is_entry_held = sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1
@@ -240,8 +244,6 @@ class PublishedState:
                 state.wholes = {key: entry[key] for key in plain}
             if state.master is not master or "master" in moved:
                 table.fingerprints.distrust(state.row)
-        if is_stale and "master" in entry:
-            del entry["master"]  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
         table.steps[state.row] = step
         entry["step"] = checkpoint.fitted_step(entry["step"], step)

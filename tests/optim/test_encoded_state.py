@@ -224,7 +224,7 @@ def test_an_entry_is_a_dict() -> None:
         assert list(copied) == ["step", *KEYS]
     assert entry.get("exp_avg") is tensors["exp_avg"]
     assert entry.setdefault("exp_avg", None) is tensors["exp_avg"]
-    assert entry.get("nothing", 7) == 7
+    assert entry.get("nothing", 7) == entry.pop("nothing", 7) == 7
     assert entry == tensors
     assert "exp_avg" in repr(entry)
     assert entry.pop("exp_avg") is tensors["exp_avg"]

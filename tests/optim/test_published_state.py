@@ -535,6 +535,22 @@ def test_a_parameter_without_memory_is_refused_from_the_first_step_on(when: str,
     assert bits(other) != before
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+def test_what_programs_put_into_the_state_shows_until_a_step(speculative: bool) -> None:
+    """A moment of another dtype that nobody holds, and a master of another shape; speculation leaves both there."""
+    one = parameter(4, 64, dtype=torch.bfloat16)
+    optimizer = trained(SpeculativeCPUAdam([one]), [1])
+    optimizer.state[one]["exp_avg"].data = optimizer.state[one]["exp_avg"].half()
+    optimizer.state[one]["master"].resize_(3)
+    give_gradients(optimizer, 2)
+    if speculative:
+        optimizer.speculate()
+    for dtype, shape in ((torch.float16, (3,)), (torch.float32, (4, 64))):
+        for _ in range(2):
+            assert (optimizer.state[one]["exp_avg"].dtype, optimizer.state[one]["master"].shape) == (dtype, shape)
+        optimizer.step()
+
+
 CALLS = {
     "reading what programs hold": lambda optimizer: optimizer._binding.bound(optimizer.param_groups),
     "adopting what they wrote": lambda optimizer: optimizer._binding._transaction.adopt_outside_writes(),
