@@ -233,7 +233,8 @@ def _give_back_before_dlpack(module: Any) -> None:
     module.to_dlpack = to_dlpack
 
 
-for _name in ("__dlpack__", "apply_", "as_subclass", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
+_ASKING = {"__dlpack__", "apply_", "as_subclass", "const_data_ptr", "data_ptr", "map2_", "map_", "numpy"}
+for _name in {"share_memory_", *_ASKING}.intersection(dir(Tensor)):
     _forward(_name, _memory)
 for _name in ("__format__", "__repr__", "tolist"):
     _forward(_name, _value)

@@ -225,11 +225,10 @@ class Binding(GradientHolder):
         with deferred_signals():  # a handler may close the scheduler, and so end what is bound
             return self.bound_now(groups)
 
-    def bound_now(self, groups: Groups, *, looks: bool = True, steps: bool = False) -> Transaction:
+    def bound_now(self, groups: Groups, *, looks: bool = True, is_step: bool = False) -> Transaction:
         """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it.
 
-        Unless it `looks` which state programs hold, what they may hold counts as held. What they have put there stays
-        until a step is made.
+        Unless it `looks` which state programs hold, what they may hold counts as held. For a step, `state` may change.
         """
         parameters = _parameters_of(groups)
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
@@ -242,9 +241,7 @@ class Binding(GradientHolder):
             return transaction
         if self._transaction.table.is_any_held:
             with self._transaction.lock:
-                self.published.read_edited(self._transaction.table)
-                if steps:
-                    self.published.let_go(self._transaction.table.held_states())
+                self.published.read_edited(self._transaction.table, is_step=is_step)
                 if looks:
                     self.published.look(self._transaction.table)
         return self._transaction

@@ -22,7 +22,7 @@ from superadam.plan.models import build, on_meta, period_of, with_layers
 LOSS_ROWS = 1024  # tokens whose logits are there together, where the loss is computed in chunks
 
 FORWARD, HEAD, LAYERS, END = "forward", "head and loss", "layers' backward", "end of backward"
-STAGES = (FORWARD, HEAD, LAYERS)  # HEAD: forward and backward of output layer and loss
+STAGES = (FORWARD, HEAD, LAYERS, END)  # HEAD: forward and backward of output layer and loss; END: behind all layers
 
 
 class Live(dispatch_mode()):  # type: ignore[misc]
@@ -80,6 +80,11 @@ def run(model: Any, tokens: Tensor, loss: str, enter: Callable[[str], object] = 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(leave)
+
+    def enter_end(embedding: nn.Module, inputs: object, found: Any) -> None:
+        found.register_hook(lambda gradient: enter(END))
+
+    model.get_input_embeddings().register_forward_hook(enter_end)
     enter(FORWARD)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     enter(HEAD)
@@ -139,8 +144,8 @@ def activations_of(
 ) -> dict[str, int]:
     """Return the peaks of the whole model by two runs with few layers; arguments and errors as for `peaks_of`.
 
-    LAYERS is when the layers' backward begins, END when one of them is left. `parameters` is the number of those of the
-    whole model, which has to lie on the line of the two as well.
+    LAYERS is when the layers' backward begins, END when one of them is left, or none. `parameters` is the number of
+    those of the whole model, which has to lie on the line of the two as well.
     """
     period, layers = period_of(config), int(config.num_hidden_layers)
     few = (2 * period, 3 * period)
@@ -164,4 +169,4 @@ def activations_of(
         raise UnplannableError(unlike)
     runs = [peaks_of(config, sequences, tokens, **how) for config in configs]
     whole = {stage: at([run[stage] for run in runs], rest) for stage in STAGES}
-    return whole | {END: at([run[LAYERS] for run in runs], 1 - few[1] // period)}
+    return whole | {END: max(whole[END], at([run[LAYERS] for run in runs], 1 - few[1] // period))}

@@ -789,6 +789,7 @@ def test_modules_are_converted_as_with_ordinary_gradients(conversion: str, swap:
 def test_memory_is_the_gradient_itself() -> None:
     for use in (
         lambda g: g.data_ptr(),
+        lambda g: getattr(g, "const_data_ptr", g.data_ptr)(),
         lambda g: g.untyped_storage().data_ptr(),
         lambda g: g.storage().data_ptr(),
         lambda g: g.numpy().__array_interface__["data"][0],
