@@ -20,6 +20,8 @@ _SECTION = _signals.Section()
 class _Thread(threading.local):
     """Whether this thread runs handlers: until Python 3.13, `threading.main_thread()` is the first that imported it."""
 
+    runs_handlers = False  # while it is asked, when a finalizer may run in a new thread
+
     def __init__(self) -> None:
         try:
             signal.set_wakeup_fd(-2)  # of no file, so that it changes nothing

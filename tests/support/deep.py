@@ -2,7 +2,5 @@
 
 import os
 
-TIMES = int(os.environ.get("SUPERADAM_DEEP") or 1)
-"""Of `make test`, how many times as much; so many times as long a test may take, too."""
-
+TIMES = int(os.environ.get("SUPERADAM_DEEP") or 1)  # as much as `make test`, and as long may each test take
 DEEP = TIMES > 1
