@@ -42,7 +42,7 @@ suite: $(VENV)/test-tools
 test-quick: $(VENV)/test-tools
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests
 
-# TIMES=20 as many examples as `make test` draws.
+# TIMES=20 is how many times as many examples as `make test` draws.
 test-deep: $(VENV)/test-tools
 	SUPERADAM_DEEP=$(or $(TIMES),20) $(BIN)/python -m pytest $(IN_PARALLEL) tests
 

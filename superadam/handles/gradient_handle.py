@@ -233,9 +233,10 @@ def _give_back_before_dlpack(module: Any) -> None:
     module.to_dlpack = to_dlpack
 
 
-_ASKING = {"__dlpack__", "apply_", "as_subclass", "const_data_ptr", "data_ptr", "map2_", "map_", "numpy"}
-for _name in {"share_memory_", *_ASKING}.intersection(dir(Tensor)):
+for _name in ("__dlpack__", "apply_", "as_subclass", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
     _forward(_name, _memory)
+if hasattr(Tensor, "const_data_ptr"):  # in newer releases of torch
+    _forward("const_data_ptr", _memory)
 for _name in ("__format__", "__repr__", "tolist"):
     _forward(_name, _value)
 for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"):

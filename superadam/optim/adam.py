@@ -300,7 +300,7 @@ class SpeculativeCPUAdam(Optimizer):
             limit = verdicts.max_grad_norm if is_lasting else verdicts.limit_of_next_step
             self._binding.catch_up()
             with deferred_signals():  # a step is made wholly or not at all
-                transaction = self._binding.bound_now(self.param_groups, is_step=True)
+                transaction = self._binding.bound_now(self.param_groups)
                 if self._binding.is_flattened:
                     refuse_limit_of_shard(limit)
                 gradients = gather(transaction.table, runs_of(self.param_groups))

@@ -225,10 +225,10 @@ class Binding(GradientHolder):
         with deferred_signals():  # a handler may close the scheduler, and so end what is bound
             return self.bound_now(groups)
 
-    def bound_now(self, groups: Groups, *, looks: bool = True, is_step: bool = False) -> Transaction:
+    def bound_now(self, groups: Groups, *, looks: bool = True) -> Transaction:
         """As `bound`, for those who wait for the scheduler first, and then defer signals for as long as they use it.
 
-        Unless it `looks` which state programs hold, what they may hold counts as held. For a step, `state` may change.
+        Unless it `looks` which state programs hold, what they may hold counts as held.
         """
         parameters = _parameters_of(groups)
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
@@ -241,7 +241,7 @@ class Binding(GradientHolder):
             return transaction
         if self._transaction.table.is_any_held:
             with self._transaction.lock:
-                self.published.read_edited(self._transaction.table, is_step=is_step)
+                self.published.read_edited(self._transaction.table)
                 if looks:
                     self.published.look(self._transaction.table)
         return self._transaction
@@ -283,6 +283,8 @@ class Binding(GradientHolder):
         """Whether programs were given the entries as they are, and have put nothing else into them since then.
 
         What they have written to is read when it is used: a loop may read the state of one parameter after another.
+        What they have moved is read now, as each read lets go of what cannot stay.
+        Where there are stand-ins, or may be, each read lets go of those that no program has.
         """
         transaction = self._transaction
         if transaction is None or not transaction.table.is_exposed:
@@ -290,7 +292,7 @@ class Binding(GradientHolder):
         table = transaction.table
         if table.is_any_encoded or any(map(_get_stand_ins, table.states)) or not table.is_published.all():
             return False
-        if self._shown != self.published.contents():
+        if self._shown != self.published.contents() or table.moved_arrays(table.all_rows):
             return False
         return _are_same(table, _parameters_of(groups)) and not table.fingerprints.seen_hints(table.all_rows)
 

@@ -42,11 +42,8 @@ class PublishedState:
         self.stays_encoded = False
         self._apart: list[tuple[int, str, list[int]]] = []  # what was edited and shared no memory: row, key, place
 
-    def read_edited(self, table: ParameterTable, *, is_step: bool = False) -> None:
-        """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited.
-
-        Only a step replaces what programs have put there by what looks otherwise.
-        """
+    def read_edited(self, table: ParameterTable) -> None:
+        """Bring rows up to date with those entries, among the ones that programs may hold, that they have edited."""
         held, moved = table.held_states(), table.moved_arrays(np.flatnonzero(table.is_held))
         edited = [state for state in held if state.row in moved or not self._is_as_read(state, table)]
         # Each is asked for twice: a list of the tensors would be references, as programs have them.
@@ -58,7 +55,7 @@ class PublishedState:
             self._apart = apart
         for state in edited:  # none is accepted: speculation reads no state that programs may hold
             self.read(state, table, moved.get(state.row, ()))
-        self.let_go(edited, stays=not is_step)
+        self.let_go(edited)
 
     def refuse_shared_memory(self, states: Sequence[ParameterState], names: Sequence[str]) -> None:
         """Raise ValueError if entries have tensors in the same memory, to which the steps of several would write."""
@@ -114,28 +111,24 @@ class PublishedState:
             if not _was_read_from(state, key, entry) or _is_referenced(raw(entry), key, _STAND_IN):
                 continue
             value, encoded = shards.local_of(entry.decoded[key][0]), entry.decoded[key][1]
-            if _is_alike(value, state, key) and not differing(value, shards.local_of(encoded.decoded())).any():
+            is_alike = (value.shape, value.dtype) == (state.shape, encoded.dtype) and state.has_layout(value)
+            if is_alike and not differing(value, shards.local_of(encoded.decoded())).any():
                 entry[key] = encoded
                 del entry.decoded[key]
 
-    def let_go(self, states: Sequence[ParameterState], *, stays: bool = False) -> None:
-        """Let go of stand-ins that no program has, and of masters that are none any more, unless a program sees it.
-
-        Call `read` first: a write to a stand-in would be lost. Where it `stays`, programs may look at all of it.
-        """
+    def let_go(self, states: Sequence[ParameterState]) -> None:
+        """Let go of stand-ins that no program has. Call `read` first: a write to one of them would be lost."""
         is_dict_held = sys.getrefcount(self.entries) > _ALONE + 1
         for state in states:
-            if not stays and state.master is None and self.entries.get(state.parameter):
-                self.entries[state.parameter].pop("master", None)  # of another dtype, device, layout or shape
             for key in self._stand_ins(state):
                 if not _is_referenced(raw(self.entries[state.parameter]), key, _STAND_IN):
                     is_entry_held = sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1
-                    self._let_go_of(state, key, stays=stays or is_dict_held or is_entry_held)
+                    self._let_go_of(state, key, is_entry_held=is_dict_held or is_entry_held)
 
-    def _let_go_of(self, state: ParameterState, key: str, *, stays: bool) -> None:
+    def _let_go_of(self, state: ParameterState, key: str, *, is_entry_held: bool) -> None:
         entry = self.entries[state.parameter]
         is_decoding = isinstance(entry, Entry) and key in state.encodings
-        if stays and not (is_decoding and _is_alike(shards.local_of(raw(entry)[key]), state, key)):
+        if is_entry_held and not is_decoding:  # a program would find another dtype or layout
             return
         if key in state.encodings and not is_decoding:
             entry = self.entries[state.parameter] = Entry(entry, self._lock)
@@ -247,6 +240,8 @@ class PublishedState:
                 state.wholes = {key: entry[key] for key in plain}
             if state.master is not master or "master" in moved:
                 table.fingerprints.distrust(state.row)
+        if is_stale and "master" in entry:
+            del entry["master"]  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
         table.steps[state.row] = step
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
@@ -261,11 +256,6 @@ def _was_read_from(state: ParameterState, key: str, entry: dict[str, Any]) -> bo
     value, encoded, address = entry.decoded[key]
     is_same = value is raw(entry).get(key) and address_of(value) == address
     return is_same and encoded.arrays[0] is getattr(state, key)
-
-
-def _is_alike(value: Tensor, state: ParameterState, key: str) -> bool:
-    """Whether a program would not tell a tensor from what is decoded, but by its values."""
-    return (value.shape, value.dtype) == (state.shape, state.dtype_of(key)) and state.has_layout(value)
 
 
 def _is_new(value: Any, state: ParameterState, key: str, moved: Collection[str]) -> bool:

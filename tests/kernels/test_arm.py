@@ -36,7 +36,6 @@ RUNNABLE = dict.fromkeys(Cpu, ROWS) | {
 # Flush denormals, no NaN payloads, round to zero, alternative half precision: everything that a caller may have set.
 HOSTILE_FPCR = 1 << 24 | 1 << 25 | 3 << 22 | 1 << 26
 
-
 SEED = int.from_bytes(os.urandom(4)) if DEEP else 20_240_607
 
 

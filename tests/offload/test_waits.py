@@ -66,6 +66,7 @@ REASONS = {
 }
 """Why programs do not notice that a wait is missing."""
 
+TRANSFERS, CUDA = "tests/offload/test_transfers.py", "tests/devices/test_cuda.py"
 NOTICED_BY = {
     "state.new_values NewValues.follow: self.device.wait(Stream.CURRENT, self._published)": (
         "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
@@ -73,26 +74,19 @@ NOTICED_BY = {
     "state.samples Samples._differing: table.new_values.follow()": (
         "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
     ),
-    "offload.transfers Transfers._send_to_host: device.record_stream(host, Stream.DOWNLOAD)": (
-        "tests/offload/test_transfers.py"
-    ),
+    "offload.transfers Transfers._send_to_host: device.record_stream(host, Stream.DOWNLOAD)": TRANSFERS,
     "state.resident ResidentStates.bring_home: self._device.wait(Stream.CURRENT, self._updated)": (
         "tests/state/test_resident_states.py"
     ),
-    "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": "tests/devices/test_cuda.py",
-    "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": "tests/devices/test_cuda.py",
-    "devices.cuda CudaDevice.update: self._keep((step.gradient for step in steps), Stream.CURRENT)": (
-        "tests/devices/test_cuda.py"
-    ),
+    "offload.transfers Transfers._let_leave: arrived.synchronize()": "tests/offload/test_short_memory.py",
+    "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": CUDA,
+    "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": CUDA,
+    "devices.cuda CudaDevice.update: self._keep((step.gradient for step in steps), Stream.CURRENT)": CUDA,
     "devices.pinned _settle: event.synchronize()": "tests/devices/test_pinned.py",
-    "state.new_values NewValues.stage: self._staged.synchronize()": "tests/offload/test_transfers.py",
-    "state.new_values Shadow.put: self.new_values.device.wait(Stream.CURRENT, arrived)": (
-        "tests/offload/test_transfers.py"
-    ),
-    "state.new_values Patch.send: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))": (
-        "tests/offload/test_transfers.py"
-    ),
-    "state.new_values Patch.send: device.record(Stream.CURRENT)": "tests/offload/test_transfers.py",
+    "state.new_values NewValues.stage: self._staged.synchronize()": TRANSFERS,
+    "state.new_values Shadow.put: self.new_values.device.wait(Stream.CURRENT, arrived)": TRANSFERS,
+    "state.new_values Patch.send: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))": TRANSFERS,
+    "state.new_values Patch.send: device.record(Stream.CURRENT)": TRANSFERS,
 }
 """Tests that notice it, or their files, of waits that programs here seldom come by, or not in such a way."""
 

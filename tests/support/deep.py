@@ -1,6 +1,7 @@
-"""How much more `make test-deep` tries: `TIMES` as many drawn examples, and every case of what is not drawn."""
+"""How deep `make test-deep` looks: at every case of each product, and at `TIMES` as many drawn examples."""
 
 import os
 
-TIMES = int(os.environ.get("SUPERADAM_DEEP") or 1)  # as much as `make test`, and as long may each test take
-DEEP = TIMES > 1
+DEEP = "SUPERADAM_DEEP" in os.environ
+TIMES = int(os.environ["SUPERADAM_DEEP"]) if DEEP else 1  # by which the limits on a test's time grow, too
+assert TIMES > 0
