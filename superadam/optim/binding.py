@@ -292,7 +292,7 @@ class Binding(GradientHolder):
         table = transaction.table
         if table.is_any_encoded or any(map(_get_stand_ins, table.states)) or not table.is_published.all():
             return False
-        if self._shown != self.published.contents() or table.moved_arrays(table.all_rows):
+        if self._shown != self.published.contents() or table.has_moved_arrays():
             return False
         return _are_same(table, _parameters_of(groups)) and not table.fingerprints.seen_hints(table.all_rows)
 

@@ -243,6 +243,10 @@ class ParameterTable:
             self._point(self.states[row], name, None)
         return found
 
+    def has_moved_arrays(self) -> bool:
+        """Whether any array of a state lies elsewhere than when it was bound."""
+        return bool(compare(self._arrays, self._places)[0])
+
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the state of a parameter; None if it has no row."""
         return self._states_by_id.get(id(parameter))
