@@ -24,19 +24,17 @@ import superadam
 
 pytest.register_assert_rewrite("superadam.testing.conformance")
 
-# "default" finds the same examples on every machine and leaves nothing behind; "deep" (`make test-deep`) draws others.
+# It finds the same examples on every machine, unless it is deep, and leaves nothing behind.
 hypothesis.settings.register_profile(
     "default",
-    derandomize=True,
+    derandomize=not DEEP,
+    print_blob=DEEP,
     deadline=None,
     database=None,
-    max_examples=40,
+    max_examples=40 * TIMES,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.register_profile(
-    "deep", hypothesis.settings.get_profile("default"), derandomize=False, max_examples=40 * TIMES, print_blob=True
-)
-hypothesis.settings.load_profile("deep" if DEEP else "default")
+hypothesis.settings.load_profile("default")
 # Else it draws numbers that modules hold which other tests have imported: what is drawn would depend on their order.
 providers._get_local_constants = providers.Constants
 

@@ -283,8 +283,8 @@ class Binding(GradientHolder):
         """Whether programs were given the entries as they are, and have put nothing else into them since then.
 
         What they have written to is read when it is used: a loop may read the state of one parameter after another.
-        What they have moved is read now, as each read lets go of what cannot stay.
-        Where there are stand-ins, or may be, each read lets go of those that no program has.
+        What they have moved is read now, and so is all where there are stand-ins, or may be: each read lets go of those
+        that no program has.
         """
         transaction = self._transaction
         if transaction is None or not transaction.table.is_exposed:

@@ -24,9 +24,7 @@ from support.visible import bits, parameters_of
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.offload import trace
 
-INTERLEAVINGS = TIMES
-REPEATS = 2
-"""Calls of each thread in one interleaving."""
+REPEATS = 2  # calls of each thread in one interleaving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -139,7 +137,7 @@ def in_two_threads(first: Callable[[], object], second: Callable[[], object], se
 @pytest.mark.parametrize("first", CALLS)
 def test_every_pair_of_calls(first: str, after: list[list[Any]], tmp_path: Path) -> None:
     others = [*CALLS][[*CALLS].index(first) :]
-    for (number, second), seed in itertools.product(enumerate(others), range(INTERLEAVINGS)):
+    for (number, second), seed in itertools.product(enumerate(others), range(TIMES)):
         pair, seed = (first, second), number + seed  # other devices for the next pair
         run = Run(seed)
         in_two_threads(*(functools.partial(CALLS[name], run, tmp_path) for name in pair), seed)
@@ -163,7 +161,7 @@ def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(trace, "SPANS_KEPT", 2000)
     plain = Run()
     plain.train(6)
-    for seed in range(2, 3 + INTERLEAVINGS):  # a thread, and none, of a scheduler
+    for seed in range(2, 3 + TIMES):  # a thread, and none, of a scheduler
         run = Run(seed)
         for number in range(2000 if run.scheduler is not None else 0):
             run.scheduler.trace.add("before", "model", number, number + 1)
@@ -240,7 +238,7 @@ def test_gradients_that_another_thread_uses_during_backward(use: str, comes_firs
             return [seen, [bits(entry["exp_avg"]) for entry in optimizer.state.values()]]
 
     expected = train(None, 0)
-    for (name, device), seed in itertools.product(DEVICES.items(), range(4 + INTERLEAVINGS)):
+    for (name, device), seed in itertools.product(DEVICES.items(), range(4 + TIMES)):
         assert train(device, seed) == expected, f"{name} with seed {seed}"
 
 

@@ -67,17 +67,13 @@ REASONS = {
 """Why programs do not notice that a wait is missing."""
 
 TRANSFERS, CUDA = "tests/offload/test_transfers.py", "tests/devices/test_cuda.py"
+RESIDENT = "tests/state/test_resident_states.py"
+SAMPLES = "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
 NOTICED_BY = {
-    "state.new_values NewValues.follow: self.device.wait(Stream.CURRENT, self._published)": (
-        "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
-    ),
-    "state.samples Samples._differing: table.new_values.follow()": (
-        "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
-    ),
+    "state.new_values NewValues.follow: self.device.wait(Stream.CURRENT, self._published)": SAMPLES,
+    "state.samples Samples._differing: table.new_values.follow()": SAMPLES,
     "offload.transfers Transfers._send_to_host: device.record_stream(host, Stream.DOWNLOAD)": TRANSFERS,
-    "state.resident ResidentStates.bring_home: self._device.wait(Stream.CURRENT, self._updated)": (
-        "tests/state/test_resident_states.py"
-    ),
+    "state.resident ResidentStates.bring_home: self._device.wait(Stream.CURRENT, self._updated)": RESIDENT,
     "offload.transfers Transfers._let_leave: arrived.synchronize()": "tests/offload/test_short_memory.py",
     "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": CUDA,
     "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": CUDA,
