@@ -1,6 +1,7 @@
-"""Folders are layers: nothing imports from a folder that stands above its own."""
+"""Folders are layers: nothing imports from a folder that stands above its own. And what is a rule of all files."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,16 @@ def test_imports_point_downward() -> None:
     packages = {path: ".".join(["superadam", *path.relative_to(ROOT).parent.parts]) for path in FILES}
     found = {path.name: upward(ast.parse(path.read_text()), package) for path, package in packages.items()}
     assert {name: imports for name, imports in found.items() if imports} == {}
+
+
+def test_no_handler_runs_in_a_thread_that_has_a_lock() -> None:
+    """It could wait for the worker, which waits for the lock; the worker, which runs a pass, runs no handler."""
+    for path in FILES:
+        every = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.With)]
+        outer = [node for node in every if ast.unparse(node.items[0]) == "deferred_signals()"]
+        locked = [node for node in every if any(ast.unparse(item).endswith("lock") for item in node.items)]
+        deferring = {*itertools.chain.from_iterable(map(ast.walk, outer))}
+        assert deferring.issuperset(locked) or path.name == "pipeline.py" or path.parent.name == "testing", path
 
 
 def test_every_folder_is_a_layer() -> None:

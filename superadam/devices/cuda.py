@@ -133,12 +133,12 @@ class CudaDevice(Device):
         return self.pinned.empty(numel, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        with self._cuda.stream(self._stream(stream)):
+        with self._cuda.device(self.device), self._cuda.stream(self._stream(stream)):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        with self._cuda.stream(self._stream(stream)):
+        with self._cuda.device(self.device), self._cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> torch.cuda.Event:

@@ -143,6 +143,7 @@ _MEMORY_RAN_OUT = (
     "CUDA error: out of memory",  # pinned memory
     "HIP error: out of memory",
     "Triton Error [CUDA]: out of memory",
+    "Triton Error [HIP]:  Code: 2,",
 )
 
 

@@ -236,7 +236,10 @@ class Bucketer:
         taken = self._take(parameter, state)
         if taken is None:
             return []
-        if made is not None and self._device.is_host(taken.pending):
+        is_host = self._device.is_host(taken.pending)
+        if not is_host:  # its memory may be another stream's, where it would be free before it is read on this one
+            self._device.record_stream(taken.pending, Stream.CURRENT)
+        elif made is not None:
             taken.arrived, made = taken.arrived or made, None  # a sum's event is its own
         if not is_last:
             if made is not None:
@@ -246,7 +249,7 @@ class Bucketer:
         self._taken[key] = weakref.ref(taken)
         full: list[Bucket] = []
         for piece in state.pieces:
-            is_resident = piece in self.resident and not self._device.is_host(taken.pending)
+            is_resident = piece in self.resident and not is_host
             bucket = self._filling.get(is_resident) or self._filling.setdefault(is_resident, Bucket(is_resident))
             bucket.gradients[piece] = taken
             bucket.numel += piece.shape.numel()

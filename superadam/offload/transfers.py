@@ -256,8 +256,8 @@ class Transfers(NewValues):
     def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         device = self.device
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # may raise, before any copy
         with deferred_signals():  # between copy and record, Ctrl-C would free memory that is still written to
+            hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # may raise, before a copy
             for host, source in zip(hosts, sources, strict=True):
                 device.copy(host, source, Stream.DOWNLOAD)
                 device.record_stream(source, Stream.DOWNLOAD)
@@ -294,7 +294,7 @@ class Transfers(NewValues):
         """Start the upload of new values, count and trace it; return the event after which it has arrived."""
         begin = time.perf_counter()
         arrived = super().upload(host, distant)
-        with self._lock:
+        with deferred_signals(), self._lock:
             self._statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
         tell("tracing", self.trace_arrived)
@@ -307,7 +307,7 @@ class Transfers(NewValues):
 
     def trace_arrived(self) -> None:
         """Trace uploads that have arrived since the last call: the host waits for none of them, so it looks now."""
-        with self._lock:
+        with deferred_signals(), self._lock:
             while self._untold and self._untold[0][0].query():
                 _, begin, elements = self._untold.popleft()
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)

@@ -240,7 +240,7 @@ class Binding(GradientHolder):
                     warn_of_others(parameters, names)
             return transaction
         if self._transaction.table.is_any_held:
-            with self._transaction.lock:
+            with deferred_signals(), self._transaction.lock:
                 self.published.read_edited(self._transaction.table)
                 if looks:
                     self.published.look(self._transaction.table)

@@ -129,7 +129,7 @@ class Transaction:
 
     def expose(self) -> None:
         """Read no state any more but in calls that look at it first, because programs are given references to it."""
-        with self.lock:
+        with deferred_signals(), self.lock:
             for piece in self._members[Phase.SPECULATED]:
                 _pending_of(piece).is_stale = True
             self.table.is_held[:] = self.table.is_any_held = self.table.is_exposed = True
@@ -229,6 +229,7 @@ class Transaction:
         that it is made wholly or not at all.
         """
         with (
+            deferred_signals(),
             self.lock,
             native.usual_float_mode(),
             record_function("superadam: step") if is_profiling() else _NOTHING,
@@ -537,12 +538,12 @@ class Transaction:
 
     def norm_so_far(self) -> float:
         """Return the norm of the gradients that wait for a verdict, as they arrived."""
-        with self.lock:
+        with deferred_signals(), self.lock:
             return self.table.norm.total if self._members[Phase.SPECULATED] else 0.0
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
-        with self.lock:
+        with deferred_signals(), self.lock:
             state = None if taken.parameter is None else self.table.state_of(taken.parameter)
             if state is None or not state.waits_with(taken):
                 return None

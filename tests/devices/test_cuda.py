@@ -148,7 +148,7 @@ def test_gradient_on_the_host_has_an_event_of_its_own_which_sleeping_threads_wai
     device = FakeDevice(cuda)
     device.reserve(HostNeeds(pending=1 << 12, largest=1 << 12))
     parameter = nn.Parameter(device.host_empty(9, torch.float32))
-    with cuda.stream(FakeStream(cuda, "branch")):
+    with cuda.device(0), cuda.stream(FakeStream(cuda, "branch")):
         first, _ = (device.mark_ready(parameter) for _ in range(2))
     first.synchronize()
     assert cuda.log == [("record", "branch"), ("record", "branch"), ("synchronize", "branch")]

@@ -54,5 +54,6 @@ def test_errors_of_torchs_host_memory_are_told_by_their_words():
         torch.empty(1 << 60, dtype=torch.uint8)
     assert not isinstance(caught.value, MemoryError)
     assert is_short_of_memory(caught.value)
+    assert is_short_of_memory(RuntimeError("Triton Error [HIP]:  Code: 2, Messsage: out of memory"))
     assert not is_short_of_memory(RuntimeError("a word about memory"))
     assert not is_short_of_memory(ValueError("CUDA error: out of memory"))

@@ -10,23 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.handles import NotingHolder
-from support.overlap import ThreadDevice, adam, loss_of, mlp
+from support.overlap import KeepingDevice, ThreadDevice, adam, loss_of, mlp
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler
-from superadam.devices import PlainDevice
+from superadam.devices import PlainDevice, Stream
 from superadam.handles.gradient_handle import taken_of
 from superadam.offload.buckets import Bucket, Bucketer, GradientReady, Hooks
 from superadam.state.parameter import ParameterState
-
-
-class DistantDevice(PlainDevice):
-    """Counts all memory as its own."""
-
-    has_link = True
-
-    def is_host(self, tensor: torch.Tensor) -> bool:
-        return False
 
 
 class Line:
@@ -76,6 +67,13 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     assert len(line.sent) == count
 
 
+def test_memory_of_a_gradient_on_a_device_is_kept_for_the_stream_on_which_it_was_taken(monkeypatch: Any) -> None:
+    kept = []
+    monkeypatch.setattr(KeepingDevice, "record_stream", lambda _, *memory: kept.append(memory))
+    address = Line([3], 9, KeepingDevice()).arrive(0)
+    assert [(buffer.untyped_storage()._cdata, stream) for buffer, stream in kept] == [(address, Stream.CURRENT)]
+
+
 def test_backward_may_run_in_several_threads() -> None:
     line = Line([1] * 300, 7)
 
@@ -92,7 +90,7 @@ def test_backward_may_run_in_several_threads() -> None:
 
 def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
     """What comes after it is kept."""
-    line = Line([2] * 6, 100, DistantDevice())
+    line = Line([2] * 6, 100, KeepingDevice())
     line.bucketer.resident = frozenset(line.states[4:])
     line.bucketer.last = line.states[3]
     for row in range(6):

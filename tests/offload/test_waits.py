@@ -67,7 +67,7 @@ REASONS = {
 """Why programs do not notice that a wait is missing."""
 
 TRANSFERS, CUDA = "tests/offload/test_transfers.py", "tests/devices/test_cuda.py"
-RESIDENT = "tests/state/test_resident_states.py"
+RESIDENT, BUCKETS = "tests/state/test_resident_states.py", "tests/offload/test_buckets.py"
 SAMPLES = "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
 NOTICED_BY = {
     "state.new_values NewValues.follow: self.device.wait(Stream.CURRENT, self._published)": SAMPLES,
@@ -75,6 +75,7 @@ NOTICED_BY = {
     "offload.transfers Transfers._send_to_host: device.record_stream(host, Stream.DOWNLOAD)": TRANSFERS,
     "state.resident ResidentStates.bring_home: self._device.wait(Stream.CURRENT, self._updated)": RESIDENT,
     "offload.transfers Transfers._let_leave: arrived.synchronize()": "tests/offload/test_short_memory.py",
+    "offload.buckets Bucketer.add: self._device.record_stream(taken.pending, Stream.CURRENT)": BUCKETS,
     "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": CUDA,
     "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": CUDA,
     "devices.cuda CudaDevice.update: self._keep((step.gradient for step in steps), Stream.CURRENT)": CUDA,

@@ -10,7 +10,7 @@ import enum
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -45,12 +45,16 @@ class FakeCuda:
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        assert self._local.is_current, "leaving the stream of another device would make a context on the current one"
         before, self._local.stream = self.current_stream(self), stream
         yield
         self._local.stream = before
 
-    def device(self, device: object) -> nullcontext[None]:
-        return nullcontext()
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        self._local.is_current = True
+        yield
+        self._local.is_current = False
 
     def set_device(self, device: object) -> None:
         self.log.append(("set_device", device, threading.current_thread().name))
