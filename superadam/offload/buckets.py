@@ -299,6 +299,9 @@ class Bucketer:
         if known is None or known() is not taken:
             return False
         self._taken[id(parameter)] = None
+        for bucket in self._filling.values():  # else nothing that is added to its memory could be taken
+            for piece in taken.owner().pieces:
+                bucket.gradients.pop(piece, None)
         return True
 
     def end_step(self) -> None:

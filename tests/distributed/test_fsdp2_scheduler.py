@@ -432,21 +432,23 @@ def test_gradients_are_waited_for_on_the_stream_of_their_own_group(rank, where, 
     assert_same(*(on_two_streams(rank, one, layers, micro_batches) for one in (where, None)))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("before", "micro_batches"), [(0, 1), (0, 2), (1, 3)])
 @on_ranks(2)
-def test_sums_of_micro_batches_stay_in_fp32(rank, micro_batches):
+def test_sums_of_micro_batches_stay_in_fp32(rank, before, micro_batches):
     twin = sharded(torch.bfloat16)
     sums = [torch.zeros_like(local(parameter), dtype=torch.float32) for parameter in twin.parameters()]
     for micro in range(micro_batches):
         loss_of(twin, rank, 0, micro).backward()
-        for total, parameter in zip(sums, twin.parameters(), strict=True):
+        for total, parameter in zip(sums, twin.parameters(), strict=True) if micro >= before else ():
             total += local(parameter.grad)
-        twin.zero_grad()
+            parameter.grad = None
     model = sharded(torch.bfloat16)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8) as scheduler:
+        if before:
+            loss_of(model, rank, 0, 0).backward()
         with scheduler.accumulate(torch.float32):
-            for micro in range(micro_batches):
+            for micro in range(before, micro_batches):
                 loss_of(model, rank, 0, micro).backward()
         for total, parameter in zip(sums, model.parameters(), strict=True):
             taken = taken_of(parameter.grad)
