@@ -175,8 +175,6 @@ class OffloadScheduler(GradientHolder):
         if is_left or self._device.is_capturing():  # a graph's replays write to the gradient's memory, and call no hook
             return
         with self._lock():
-            if self._closed:  # meanwhile, by another thread
-                return
             self._check_process()
             self._backward_began = self._backward_began or begin
             try:
@@ -222,9 +220,9 @@ class OffloadScheduler(GradientHolder):
             self._pipeline.transaction = transaction
         self._hyper = []
         self._transfers.forget_layouts()
+        self._bucketer.take_from(() if transaction is None else transaction.table.states)
         if transaction is not None:
             self._groups = ReducedGroups() if transaction.table.is_distributed else None
-            self._bucketer.take_from(transaction.table.states)
             self._hooks.watch(() if self._closed else transaction.table.parameters)  # which close() may bind again
 
     def _catch_up(self) -> None:
