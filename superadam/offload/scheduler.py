@@ -325,9 +325,8 @@ class OffloadScheduler(GradientHolder):
 
     def _apply_placement(self) -> None:
         states = [] if self._transaction is None else self._transaction.table.states
-        distant = (state for state in states if not self._device.is_host(state.local))
-        dense = {*pieces_of(state for state in distant if state.local.stride() == state.strides)}
-        resident = dense.intersection(last_pieces(self._autotuner.order, self.placement))
+        distant = pieces_of(state for state in states if not self._device.is_host(state.local))
+        resident = {*distant}.intersection(last_pieces(self._autotuner.order, self.placement))
         self._bucketer.bucket_numel, self._bucketer.resident = self.placement.bucket_numel, frozenset(resident)
         travelling = [piece for piece in self._autotuner.order if piece not in resident]
         self._bucketer.last = travelling[-1] if travelling and resident else None

@@ -60,7 +60,7 @@ class ResidentStates:
                     }
                     arrived.append(piece)
                 parameter = piece.working_copy
-                if parameter.stride() != piece.strides:  # no longer dense: `.data` was replaced
+                if parameter.stride() != piece.strides or parameter.is_neg():
                     values = self._device.empty(parameter.numel(), parameter.dtype, Stream.CURRENT)
                     values = values.as_strided(piece.shape, piece.strides)
                     delivered.append((parameter.data, values))
