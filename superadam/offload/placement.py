@@ -79,9 +79,9 @@ def room_for_new_values(travelled: int, packed: int, largest: int, free: int | N
         travelled: bytes of all new values.
         packed: of these, what was on the device at once before, so that it is a part of the device's peak.
         largest: bytes of a bucket.
-        free: what the peak has left; None where that is unknown.
+        free: what the peak has left, below 0 where an earlier one was higher; None where that is unknown.
     """
-    if free is None or free >= travelled - packed:
+    if free is None or max(0, free) >= travelled - packed:
         return None
     under_way = (PACKED_UNDER_WAY + 2) * largest  # with one that is packed, and one that is being freed
     return max(0, int(USED_SHARE * (free + packed - under_way)))

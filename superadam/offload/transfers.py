@@ -163,8 +163,6 @@ class Transfers(NewValues):
             if not is_short_of_memory(error):
                 raise
             self.is_short, self._room = True, 0
-            if not self._leaving.size:
-                raise
             self._let_leave(0)
             packed = self.device.pack(self._present(group), layout, dtype)
         self._travelled, self._largest = self._travelled + packed.nbytes, max(self._largest, packed.nbytes)
@@ -192,9 +190,7 @@ class Transfers(NewValues):
         if travelled <= self._most_travelled:
             return 0
         self._most_travelled = travelled
-        missing = travelled - self._most_packed  # what was there at once is part of the device's peak
-        free = self.device.free_bytes() if missing > 0 else None
-        room = room_for_new_values(travelled, self._most_packed, self._largest, free)
+        room = room_for_new_values(travelled, self._most_packed, self._largest, self.device.free_bytes())
         if room is None or self.is_short:
             return 0
         self.is_short, self._room = True, room

@@ -148,14 +148,15 @@ def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_
     assert most == roomy if share == 1.0 else max(most[1:]) <= BOUND
 
     assert values_on_device(device.free, first_eagerness=0.95) == [True] * count + [False] * (48 - count)
+    assert values_on_device(device.free, first_eagerness=0.95, limit=2 * LARGEST) == [False] * 48  # after it was full
 
 
 def test_what_was_packed_at_once_has_room():
     """In the first step no copy has passed when the last bucket is packed."""
-    assert values_on_device(0, first_eagerness=0.0) == [True] * 48
+    assert values_on_device(-1, first_eagerness=0.0) == [True] * 48
 
 
-def values_on_device(free: int, first_eagerness: float) -> list[bool]:
+def values_on_device(free: int, first_eagerness: float, limit: int = 1 << 40) -> list[bool]:
     """Return of each new value whether it has left the host before a step that is late."""
     model, device = mlp(torch.bfloat16, layers=24), CountingDevice(0, free)
     optimizer = adam(model, max_grad_norm=0.4)
@@ -164,6 +165,7 @@ def values_on_device(free: int, first_eagerness: float) -> list[bool]:
             optimizer.step()
             optimizer.zero_grad()
             device.accelerator.eagerness = 0.0 if seed > 1 else first_eagerness
+            device.limit = limit if seed == 2 else 1 << 40
             model(batch(seed, torch.bfloat16)).float().square().mean().backward()
         scheduler._catch_up()
         states = scheduler._transaction.table.states
