@@ -208,7 +208,6 @@ def test_narrow_link_leaves_sums_on_the_host_as_they_are(make: Callable[[], Devi
     both(story, {"device": make(), "transfer_dtype": torch.bfloat16})
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [MemoryError("planted"), torch.OutOfMemoryError("planted"), ValueError("planted")])
 def test_sums_that_cannot_be_sent_are_left_to_the_step(error, device, monkeypatch):
     def cannot(*_: object, **__: object) -> None:

@@ -92,6 +92,7 @@ def train(run: Run) -> None:
     with run.overlap(optimizer, model) as scheduler:
         for step in range(STEPS):
             optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 0.9
             model(step).backward()
             optimizer.step()
             outcome = optimizer.last_outcome

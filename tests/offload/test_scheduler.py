@@ -635,15 +635,16 @@ def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pyt
                 optimizer.zero_grad()
 
 
-def test_new_values_go_up_before_the_verdict() -> None:
-    options = {"device": SimulatedDevice(1), "bucket_numel": 64, "num_threads": 1}
+@pytest.mark.parametrize(("link", "width"), [("auto", 1), (torch.float32, 2)], ids=str)
+def test_new_values_go_up_before_the_verdict(link: Any, width: int) -> None:
+    options = {"device": SimulatedDevice(1), "bucket_numel": 64, "num_threads": 1, "transfer_dtype": link}
     with overlapped(torch.bfloat16, steps=2, max_grad_norm=None, **options) as (model, _, scheduler):
         before = scheduler.statistics.uploaded_bytes
         loss_of(model, 2).backward()
         scheduler._catch_up()
         padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
         assert scheduler.statistics.uploaded_bytes - before == padded
-        assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published
+        assert scheduler._transfers._reused.size == width * padded  # of the gradients' memory, until they are published
 
 
 def test_a_parameter_may_leave_its_group_while_its_gradient_waits_in_a_bucket() -> None:

@@ -26,11 +26,6 @@ from superadam.testing.accelerator import SimulatedEvent
 HYPER = [Hyperparameters.of_group(torch.optim.AdamW([torch.zeros(1)]).param_groups[0])] * 8
 
 
-def finish(device: SimulatedDevice) -> None:
-    for stream in Stream:
-        device.record(stream).synchronize()
-
-
 def states_of(*tensors: Tensor) -> list[ParameterState]:
     return [ParameterState(nn.Parameter(one), row, f"p{row}", is_on_host=False) for row, one in enumerate(tensors)]
 
@@ -49,7 +44,7 @@ def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
     address, numel = host.data_ptr(), len(host.untyped_storage()) // 4
     del taken, records, host, arrived
     assert device.host_empty(numel, torch.float32).data_ptr() != address
-    finish(device)
+    device.finish()
     assert device.host_empty(numel, torch.float32).data_ptr() == address
 
 
@@ -96,7 +91,7 @@ def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
     device._stream(Stream.CURRENT).enqueue(bool)  # the model's
     transfers.publish(places)
     assert device.runnable == [Stream.CURRENT]
-    finish(device)
+    device.finish()
     assert torch.equal(state.parameter, torch.ones(4))
 
 
@@ -109,14 +104,14 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     shadow = transfers.shadow(layout, memory)
     shadow.values[0].fill_(1.0)
     shadow.send()
-    finish(device)
+    device.finish()
     device._stream(Stream.CURRENT).enqueue(bool)  # the model's
     patch = Patch(shadow, [0], [1])
     patch.values[0].fill_(2.0)
     patch.places[0].fill_(3)
     patch.send()
     assert device.runnable == [Stream.CURRENT]
-    finish(device)
+    device.finish()
     assert memory[:4].tolist() == [1.0, 1.0, 1.0, 2.0]
 
 
@@ -180,6 +175,7 @@ def test_values_come_up_while_backward_goes_on() -> None:
     device.record(Stream.UPLOAD).synchronize()
     assert slot.shadow.sent[1].query()
     assert not goes_on
+    assert transfers._most_packed == transfers._reused.size > 0
 
 
 MEETING = threading.Barrier(2)
