@@ -10,6 +10,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -848,17 +849,9 @@ def test_sparse_gradient_after_a_dense_one() -> None:
 
 def test_reads_from_many_threads() -> None:
     ours, theirs, _owner = pair_for(irregular(48).float())
-    results: list[Any] = []
-
-    def read() -> None:
-        results.extend(bits(ours.grad.norm()) for _ in range(80))
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [bits(theirs.grad.norm())] * 320
+    with ThreadPoolExecutor(4) as threads:
+        results = [*threads.map(lambda _: [bits(ours.grad.norm()) for _ in range(80)], range(4))]
+    assert results == [[bits(theirs.grad.norm())] * 80] * 4
 
 
 def test_nothing_is_kept_alive_after_giving_back() -> None:

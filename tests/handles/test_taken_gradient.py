@@ -2,9 +2,9 @@
 
 import gc
 import math
-import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -307,11 +307,8 @@ def test_threads_that_wait_together_add_each_part_once() -> None:
     passed = mock.Mock(synchronize=lambda: time.sleep(1e-5))  # lets other threads run, as a real event does
     for _ in range(30):
         total.add(torch.ones(100), passed)
-    threads = [threading.Thread(target=total.synchronize) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(lambda _: total.synchronize(), range(4))] == [None] * 4
     assert torch.equal(total.total, torch.full((100,), 30.0))
 
 

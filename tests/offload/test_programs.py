@@ -11,8 +11,8 @@ import gc
 import io
 import math
 import pickle
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -924,9 +924,8 @@ def stepped_in_another_thread(model: Any, optimizer: Any, step: int, run: Run) -
         if step % 2:
             optimizer.step()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
     if step % 2 == 0:
         optimizer.step()
 

@@ -141,12 +141,10 @@ class FullDevice(SimulatedDevice):
             raise torch.OutOfMemoryError("planted")
         return super().empty(numel, dtype, stream)
 
-    def pack(
-        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
-    ) -> Tensor:
+    def pack(self, *arguments: Any, **options: Any) -> Tensor:
         if self.is_full:
             raise torch.OutOfMemoryError("planted")
-        return super().pack(gradients, layout, dtype, norm)
+        return super().pack(*arguments, **options)
 
 
 class PlantedError(RuntimeError):
