@@ -251,8 +251,8 @@ class Bucketer:
         for piece in state.pieces:
             is_resident = piece in self.resident and not is_host
             bucket = self._filling.get(is_resident) or self._filling.setdefault(is_resident, Bucket(is_resident))
+            bucket.numel += piece.shape.numel() * (piece not in bucket.gradients)
             bucket.gradients[piece] = taken
-            bucket.numel += piece.shape.numel()
             if made is not None:
                 bucket.made[made] = None
             if bucket.numel >= self.bucket_numel or piece is self.last:
@@ -284,13 +284,9 @@ class Bucketer:
         return [bucket for is_resident in sorted(self._filling) for bucket in self._filled(is_resident)]
 
     def _filled(self, is_resident: bool) -> list[Bucket]:
-        """Return a bucket without the gradients that were given back, unless that leaves nothing."""
+        """Return a bucket that has begun, unless all of its gradients were given back."""
         bucket = self._filling.pop(is_resident, None)  # for one thread only
-        if bucket is None:
-            return []
-        bucket.gradients = {piece: taken for piece, taken in bucket.gradients.items() if taken.given is None}
-        bucket.numel = sum([piece.shape.numel() for piece in bucket.gradients])
-        return [bucket] if bucket.gradients else []
+        return [bucket] if bucket is not None and bucket.gradients else []
 
     def forget(self, taken: TakenGradient) -> bool:
         """Forget a gradient that was given back; return whether it was taken in the present step."""
@@ -301,7 +297,8 @@ class Bucketer:
         self._taken[id(parameter)] = None
         for bucket in self._filling.values():  # else nothing that is added to its memory could be taken
             for piece in taken.owner().pieces:
-                bucket.gradients.pop(piece, None)
+                if bucket.gradients.pop(piece, None) is not None:
+                    bucket.numel -= piece.shape.numel()
         return True
 
     def end_step(self) -> None:
