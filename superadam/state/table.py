@@ -18,16 +18,7 @@ from superadam.kernels.places import ADDRESS, NOWHERE, compare, places_of
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.new_values import NewValues, Patch, Shadow
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import (
-    ARRAYS,
-    SECONDS,
-    TENSORS,
-    ParameterState,
-    Pending,
-    Piece,
-    part_of,
-    pieces_of,
-)
+from superadam.state.parameter import ARRAYS, SECONDS, TENSORS, ParameterState, Pending, Piece, part_of
 from superadam.state.resident import ResidentStates
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
@@ -267,12 +258,12 @@ class ParameterTable:
                 state = other.state_of(parameter)
                 if state is None:
                     continue
-                same = state.master if state.master is master else None
-                if row in former and same is not None and state.master_version == known_masters[row][0]:
+                is_same = master is not None and state.master is master and master.data_ptr() == addresses[row]
+                if is_same and row in former and state.master_version == known_masters[row][0]:
                     other._former_masters[state.row] = former[row]
                 if row in written:
                     other.fingerprints.distrust(state.row)
-                elif same is not None and same.data_ptr() == addresses[row]:
+                elif is_same:
                     other.fingerprints.remember(state.row)
                     other._known_masters[state.row] = known_masters[row]
 
@@ -306,7 +297,7 @@ class ParameterTable:
     def bring_home(self, pieces: Iterable[Piece] | None = None) -> None:
         """Bring the state of these pieces, by default all, to the host; return when it is there."""
         if self.resident is not None:
-            for piece in self.resident.bring_home(pieces_of(self.states) if pieces is None else pieces):
+            for piece in self.resident.bring_home(self.pieces if pieces is None else pieces):
                 self.remember_master(piece.state)
 
     def newest_master(self, piece: Piece) -> tuple[Tensor, ...]:

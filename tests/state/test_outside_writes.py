@@ -20,12 +20,6 @@ from torch import nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.state.parameter import differing
 
-WORKING_COPIES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-
-
-def make(dtype: torch.dtype = torch.bfloat16) -> SpeculativeCPUAdam:
-    return SpeculativeCPUAdam([parameter(9, 11, dtype=dtype)], lr=0.01, max_grad_norm=100.0)
-
 
 def write(optimizer: Any, values: torch.Tensor, elements: slice = slice(None)) -> None:
     with torch.no_grad():
@@ -40,7 +34,7 @@ LOOKS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@WORKING_COPIES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("master", ["fp32", "24bit"])
 def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype, look, master):
@@ -62,10 +56,11 @@ def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype,
                     one.step()
                     one.zero_grad()
         train_alike(optimizer, twin, 3)
-    p, _ = parameters_of(optimizer)
+    p, add = parameters_of(optimizer)[0], optimizer.add_param_group
     for ask in (
         lambda: (optimizer.state[p], write(optimizer, p.detach() + 1), optimizer.reload_masters()),
         lambda: setattr(optimizer.state[p]["master"], "data", p.float() * 2),
+        lambda: (setattr(optimizer.state[p]["master"], "data", p.float() * 2), add({"params": parameter(2)})),
         lambda: optimizer.state[p]["master"].mul_(2),
         lambda: (optimizer.state[p]["master"].mul_(2), optimizer._adopt_sampled_writes()),  # as a save does
         lambda: (optimizer.state[p]["master"].mul_(2), LOOKS["scheduler"](optimizer)),
@@ -127,7 +122,8 @@ def test_differing_compares_bits(dtype: torch.dtype, seed: int, length: int) -> 
 
 
 def test_a_write_is_adopted_in_a_master_that_was_made_in_inference_mode() -> None:
-    optimizer, twin = trained(make(), [1]), trained(make(), [1])
+    ones = [parameter(9, 11, dtype=torch.bfloat16) for _ in range(2)]
+    optimizer, twin = (trained(SpeculativeCPUAdam([one], lr=0.01, max_grad_norm=100.0), [1]) for one in ones)
     for one in (optimizer, twin):
         (p,) = parameters_of(one)
         with torch.inference_mode(one is optimizer):
