@@ -100,8 +100,8 @@ class Fingerprints:
         versions = self._known_versions[rows] + 1
         if may_graphs_survive_writes():
             for parameter in bumped:
-                parameter.copy_(parameter)  # a write that torch sees
-            versions = self._places(rows.tolist())[:, VERSION] + 1
+                parameter.copy_(parameter)  # a write that torch sees, and counts
+            bumped = []
         if self._wholes is not None:
             bumped += [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
             versions += 1  # also where both are one tensor, as its version is added to itself
