@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -92,12 +92,10 @@ class NewValues:
                 published.popleft().synchronize()
             sizes = [*map(_bytes_of, some)]
             hosts = torch.split(buffer[: sum(sizes)], sizes)
-            shadows = [
+            yield _slots(
                 self.shadow(layout, None, host.view(layout.states[0].parameter_dtype))
                 for layout, host in zip(some, hosts, strict=True)
-            ]
-            yield _slots(shadows)
-            del shadows
+            )
             self._staged = self.device.record(Stream.CURRENT)
             published.append(self._staged)
 
@@ -248,7 +246,7 @@ class Patch:
         self._shadow.put(self._distant[0], self._distant[1], arrived)
 
 
-def _slots(shadows: Sequence[Shadow]) -> dict[Piece, Slot]:
+def _slots(shadows: Iterable[Shadow]) -> dict[Piece, Slot]:
     return {piece: Slot(shadow, position) for shadow in shadows for position, piece in enumerate(shadow.pieces)}
 
 

@@ -433,7 +433,7 @@ class ParameterState(Piece):
         """Have what the stand-ins of a parameter's state before this one stand for."""
         for key, shown in other.shown.items():
             first, second = [(s.shape, s.strides, s.dtype_of(key), s.encodings.get(key)) for s in (self, other)]
-            if first == second and not (key == "master" and self.is_own_master):
+            if first == second:
                 self.put({name: getattr(other, name) for name in (key, SECONDS.get(key)) if name})
                 self.shown[key] = shown
 
