@@ -223,11 +223,7 @@ def fail_anywhere(worker: Worker, error: BaseException, patch: pytest.MonkeyPatc
     worker.wake()
 
 
-def say_nothing(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
-    end_thread(worker)
-
-
-ENDS = [fail_in_queue, fail_at_finish, fail_anywhere, say_nothing]
+ENDS = [fail_in_queue, fail_at_finish, fail_anywhere, lambda worker, *_: end_thread(worker)]
 ERRORS = [SystemExit(), KeyboardInterrupt(), MemoryError()]
 MOST_LOOKS = 8
 """In a call, at whether the thread is alive: each after a quarter of a second, however slow the machine is."""

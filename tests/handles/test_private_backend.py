@@ -19,15 +19,10 @@ from superadam.handles.gradient_handle import take_gradient
 SOURCE = Path(__file__).parents[1] / "support" / "private_backend.cpp"
 
 
-class Owner:
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = parameter
-
-
 def test_backward_adds_to_a_gradient_whose_handle_cannot_have_memory() -> None:
     """Torch treats handles of the meta device as those of such backends."""
     parameter = nn.Parameter(torch.ones(3, 2, device="meta"))
-    owner = Owner(parameter)
+    owner = nn.ParameterDict({"parameter": parameter})
     parameter.sum().backward()
     assert take_gradient(parameter, owner) is not None
     handle: Any = parameter.grad

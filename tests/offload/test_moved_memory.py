@@ -14,6 +14,7 @@ from support import moved_memory
 from support.children import exit_code_of_child
 from support.deep import TIMES
 from support.moved_memory import ACTIONS, SETTINGS, difference
+from support.overlap import KeepingDevice
 from support.visible import bits, visible
 from torch import Tensor, nn
 
@@ -232,10 +233,11 @@ def test_a_state_dict_that_is_kept_is_live_as_a_whole(moments: str) -> None:
 # ---- memory that is gone ---------------------------------------------------------------------------------------------
 
 
-def test_a_freed_parameter_that_is_cut_is_not_sampled_until_it_has_memory() -> None:
+@pytest.mark.parametrize("device", [None, KeepingDevice()], ids=["host", "elsewhere"])
+def test_a_freed_parameter_that_is_cut_is_not_sampled_until_it_has_memory(device: KeepingDevice | None) -> None:
     model = nn.ParameterList([torch.ones(100, 100), torch.ones(64)]).bfloat16()
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
-    with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=4096):
+    with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=4096, device=device):
         for parameters in ([*model], [model[1]]):
             sum(parameter.float().sum() for parameter in parameters).backward()
             if len(parameters) == 1:

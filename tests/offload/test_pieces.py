@@ -74,10 +74,6 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
             assert {name: count for name, count in zip(names, counts, strict=True) if count > 1} == cut
 
 
-def reordered(parameter: Tensor) -> None:
-    parameter.grad = parameter.grad.contiguous()  # in another order of memory than the parameter
-
-
 def train(run: Run) -> None:
     """In one step there is a NaN in the last piece, whose norm comes when others were speculated on."""
     model = Text(run.dtype)
@@ -88,7 +84,8 @@ def train(run: Run) -> None:
             parameter.grad.view(-1)[-1] = torch.nan
 
     model.embedding.weight.register_post_accumulate_grad_hook(spoil)
-    model.transposed.register_post_accumulate_grad_hook(reordered)
+    # In another order of memory than the parameter:
+    model.transposed.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", one.grad.contiguous()))
     with run.overlap(optimizer, model) as scheduler:
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 
 class Own(nn.Parameter):
-    """Of a class of its own, as libraries mark parameters."""
+    __tensor_flatten__ = None  # of a class of its own, as libraries mark parameters, that has memory of its own
 
 
 class Odd(nn.Module):

@@ -39,11 +39,12 @@ def resident(scheduler: OffloadScheduler) -> int:
     return len(scheduler._resident._arrays)
 
 
-def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: Device) -> None:
-    with overlapped(steps=2, bucket_numel=70, gpu_buckets=ALL, device=device) as (model, optimizer, scheduler):
+@pytest.mark.parametrize(("gpu_buckets", "count"), [(1, 2), (ALL, 6)])
+def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(gpu_buckets, count, device):
+    with overlapped(steps=2, bucket_numel=70, gpu_buckets=gpu_buckets, device=device) as (model, optimizer, scheduler):
         for is_read in (True, False):
             loss_of(model, 2).backward()
-            assert resident(scheduler) == 6
+            assert resident(scheduler) == count
             if is_read:
                 assert optimizer.state
                 assert resident(scheduler) == 0

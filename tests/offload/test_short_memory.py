@@ -11,6 +11,7 @@ from support.overlap import adam, batch, everything, mlp
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import Job, Work
 from superadam.offload.transfers import PACKED_UNDER_WAY
@@ -72,12 +73,15 @@ class CountingDevice(SimulatedDevice):
         if self.packed + 2 * layout.numel > self.limit:
             self.refused += 1
             raise torch.OutOfMemoryError("planted")
-        packed = super().pack(gradients, layout, *rest)
-        block = self.accelerator.block_of(packed)
-        assert block is not None
-        self._blocks.append(block)
+        return self._counted(super().pack(gradients, layout, *rest))
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        return self._counted(super().empty(numel, dtype, stream))
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self._blocks.append(self.accelerator.blocks[tensor.untyped_storage().data_ptr()])
         self.most = max(self.most, self.packed)
-        return packed
+        return tensor
 
 
 STEPS = 7
@@ -142,7 +146,7 @@ def test_bucket_that_finds_no_memory_is_packed_once_others_have_left(expected):
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 0), (0.75, 6), (1.0, 48)])
 def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_first(share, count, expected, roomy):
     """The step waits for those of the last buckets; the others are read from the host when it publishes."""
-    device = CountingDevice(0, int(share * max(roomy)))
+    device = CountingDevice(0, int(share * roomy[1]))
     bits, most = trained(device)
     assert bits == expected
     assert most == roomy if share == 1.0 else max(most[1:]) <= BOUND

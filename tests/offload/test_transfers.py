@@ -111,6 +111,7 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     patch.places[0].fill_(3)
     patch.send()
     assert device.runnable == [Stream.CURRENT]
+    assert device.accelerator.current_stream() in device.accelerator.block_of(memory).used_by  # if values are dropped
     device.finish()
     assert memory[:4].tolist() == [1.0, 1.0, 1.0, 2.0]
 

@@ -407,6 +407,18 @@ def step(optimizer: SpeculativeCPUAdamW, parameter: Tensor, gradient: float) -> 
     parameter.grad = None
 
 
+def test_what_stood_for_a_moment_counts_again_after_a_load() -> None:
+    weight, zero = nn.Parameter(torch.ones(2, 64)), torch.zeros(2, 64, dtype=torch.float16)
+    optimizer = SpeculativeCPUAdamW([weight], weight_decay=0.0, moments="8bit")
+    step(optimizer, weight, 1e-9)  # which is 0 in fp16
+    saved, before = copy.deepcopy(optimizer.state_dict()), bits(weight)
+    optimizer.state[weight]["exp_avg"] = zero
+    optimizer.load_state_dict(saved)
+    optimizer.state[weight]["exp_avg"] = zero
+    step(optimizer, weight, 0.0)
+    assert bits(weight) == before
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("gradient", [None, 0.0])
 def test_state_that_is_taken_out_and_put_back_counts_again(gradient: float | None, is_read: bool) -> None:

@@ -308,9 +308,10 @@ def test_an_edited_master_hides_no_write_to_another_parameter(finds: list[list[i
     optimizer = finding_strided(2)
     edited, written = parameters_of(optimizer)
     optimizer.state[edited]["master"].add_(0)  # an edit that rounds to the same working copy
-    written.data += 1
-    train(optimizer, 1)
-    assert finds[-1] == [1]
+    for row, one in ((1, written), (0, edited)):  # nor later ones to its own
+        one.data += 1
+        train(optimizer, 1)
+        assert finds[-1] == [row]
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
