@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,9 +56,8 @@ def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeyp
     with pytest.raises(AssertionError):
         device.wait(Stream.CURRENT, None)
     assert device.own_seconds == 4.0
-    thread = threading.Thread(target=device.record, args=(Stream.CURRENT,))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(device.record, Stream.CURRENT).result()
     assert device.own_seconds == 4.0
 
 

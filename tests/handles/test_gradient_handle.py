@@ -7,7 +7,6 @@ import math
 import operator
 import pickle
 import signal
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -602,9 +601,8 @@ def test_references_are_counted_while_a_compiler_is_at_work() -> None:
 
     def look(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
-        thread = threading.Thread(target=count)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(count).result()
         return x + 1
 
     torch.compile(look, backend="eager")(torch.ones(1))

@@ -209,17 +209,11 @@ def expected_of(name: str) -> Any:
     return plain.seen()
 
 
-def devices_of(number: int) -> list[str]:
-    """Return all devices, or two, another pair for each number."""
-    names = [*DEVICES]
-    return names if DEEP else [names[number % len(names)], names[(number + 3) % len(names)]]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_clipped_training(recipe: str) -> None:
     """It has the bits of the run without a scheduler, and where norms are steady, values were patched."""
-    chosen = RECIPES[recipe]
-    for device in devices_of([*RECIPES].index(recipe)):
+    chosen, names, number = RECIPES[recipe], [*DEVICES], [*RECIPES].index(recipe)
+    for device in names if DEEP else [names[number % len(names)], names[(number + 3) % len(names)]]:
         made = DEVICES[device]()
         ours = Training(chosen, made, bucket_numel=[1, 1000, 10**6][len(recipe) % 3])
         scheduler = ours.scheduler

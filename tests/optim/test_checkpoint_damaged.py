@@ -230,12 +230,6 @@ def loaded_by_torch(cls: Any, saved: dict, parameters: list[torch.Tensor]) -> An
     return reference
 
 
-def is_foreign(saved: dict) -> bool:
-    """Whether there is state that is not Adam's."""
-    known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"}
-    return any(isinstance(key, str) or bool(entry.keys() - known) for key, entry in saved["state"].items())
-
-
 def check_refusal(error: ValueError) -> None:
     text = str(error)
     assert len(text) < 400
@@ -305,7 +299,8 @@ def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad
             for key in {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} & ours.keys() | {"exp_avg", "exp_avg_sq"}:
                 assert bits(ours[key]) == bits(theirs[key])
     optimizer.state_dict()
-    if not is_foreign(saved):  # which need not be something that can be copied
+    known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"}  # others need not be what can be copied
+    if not any(isinstance(key, str) or bool(entry.keys() - known) for key, entry in saved["state"].items()):
         copy.deepcopy(optimizer)
 
 

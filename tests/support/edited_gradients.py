@@ -122,10 +122,6 @@ def _put(run: Run, p: Tensor, held: Tensor) -> None:
         p.grad = held
 
 
-def _is_finite(run: Run, p: Tensor, g: Tensor) -> None:
-    run.seen.append(bool(torch.isfinite(g).all()))
-
-
 ACTIONS: dict[str, Callable[[Run, Any, Any], object]] = {
     "multiply": lambda run, p, g: g.mul_(0.3),
     "divide": lambda run, p, g: g.div_(3.0),
@@ -159,7 +155,7 @@ ACTIONS: dict[str, Callable[[Run, Any, Any], object]] = {
     "any: write the parameter": lambda run, p, g: p.data.mul_(0.9),
     "any: read the state": lambda run, p, g: run.seen.append(len(run.optimizer.state_dict()["state"])),
     "look": lambda run, p, g: run.seen.append(seen_of(g)),
-    "look for Inf": _is_finite,
+    "look for Inf": lambda run, p, g: run.seen.append(bool(torch.isfinite(g).all())),
     "print": lambda run, p, g: run.seen.append(str(g)),
     "hold": lambda run, p, g: run.held.append(g),
     "hold it, detached": lambda run, p, g: run.held.append(g.detach()),
