@@ -1,4 +1,4 @@
-"""The kernels as Triton compiles them for GPUs: accesses are wide, hardly anything spills; executed, they have its bits.
+"""What Triton compiles the kernels to for GPUs: wide accesses and hardly any spills; executed, it has the CPU's bits.
 
 `support.ptx` executes the launches that production makes, as they are compiled for NVIDIA's GPUs, without one. It knows
 no operation that would round otherwise, and notices accesses that a GPU would not allow. What NVIDIA's assembler makes
