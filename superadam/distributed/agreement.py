@@ -79,13 +79,14 @@ class Ranks:
     Which elements each rank counts in the norm is found out by names: parameters of the same name are the same.
     """
 
-    def __init__(self, members: Sequence[int], device_type: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, members: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self.members = list(members)  # in the order of the group, as rows arrive
         self.number = 0  # of questions so far, the same on all ranks
-        self.agreed = 0  # the last of these on which no rank failed
+        self.agreed = 0  # the last of these, while others may make the step that an error keeps from this rank; else 0
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self.described: list[Description] = []  # the parameters on this rank, which others learn with the next question
-        self._group, self._device_type = group, device_type
+        self.device = "cpu"  # where words lie
+        self._group = group
         self._exchanged: list[Description] = []
         self._described_as = 0
         self._copies: dict[_Copies, float] = {}  # by which part of them sums may differ
@@ -107,11 +108,12 @@ class Ranks:
             limit=limit, nonfinite=nonfinite, is_new=float(self.described != self._exchanged)
         )
         every = self._exchange(mine if mine.is_new else mine._replace(sums=sums(self._classes)))
-        self._check(every)
+        self._check(mine, every)
         if any(words.is_new for words in every):
+            self.agreed = 0  # nobody makes the step before all have asked once more
             self._exchange_descriptions()
             every = self._exchange(mine._replace(sums=sums(self._classes)))
-            self._check(every)
+            self._check(mine, every)
         total, count = 0.0, int(sum(words.nonfinite for words in every))
         for words in every:
             total += words.sums[0]
@@ -123,6 +125,8 @@ class Ranks:
             if max(copied) != min(copied) and not max(copied) - min(copied) <= bound * min(copied):
                 differing = groups
         total = math.sqrt(total)
+        if count or differing is not None:
+            self.agreed = 0  # nobody makes it
         if count:
             return RanksNorm(math.nan if math.isfinite(total) else total, count)
         if differing is not None:
@@ -132,7 +136,6 @@ class Ranks:
                 "same ones; all-reduce them before the step, as those of fully_shard's ignored_params, or, if they are "
                 "no copies, give each parameter a name of its own: pass named_parameters() to the optimizer"
             )
-        self.agreed = self.number
         return RanksNorm(total, 0)
 
     def copied_rows(self) -> set[int]:
@@ -205,13 +208,14 @@ class Ranks:
             return [mine]
         room = [0.0] * (-(-(1 + len(self._copies)) // _PADDING) * _PADDING)
         sums = [*mine.sums, *room][: len(room)]
-        sent = torch.tensor([*mine[:-1], *sums], dtype=torch.float64, device=self._device_type)
+        sent = torch.tensor([*mine[:-1], *sums], dtype=torch.float64, device=self.device)
         received = sent.new_empty(len(self.members), len(sent))
         self.number = int(mine.number)  # from here on others cannot be told of an error, and none is expected
         try:
             dist.all_gather([*received], sent, group=self._group)
         except (RuntimeError, ValueError) as error:
             raise self._no_agreement(error) from error
+        self.agreed = self.number
         rows: list[list[float]] = received.tolist()
         fixed = len(mine) - 1
         return [_Words(*words[:fixed])._replace(sums=words[fixed:]) for words in rows]
@@ -223,7 +227,10 @@ class Ranks:
             f"elsewhere in the program ({said}); nothing was changed: start all of them again from a checkpoint"
         )
 
-    def _check(self, every: Sequence[_Words]) -> None:
+    def _check(self, mine: _Words, every: Sequence[_Words]) -> None:
+        if mine[:3] not in [words[:3] for words in every]:  # as of an exchange that was aborted
+            raise self._no_agreement(RuntimeError("the answer is that to an older question"))
+        agreed, self.agreed = self.agreed, 0  # what is raised here is raised on all ranks
         for rank, words in zip(self.members, every, strict=True):
             if words[:3] != every[0][:3]:
                 here, there = _call_of(every[0]), _call_of(words)
@@ -257,6 +264,7 @@ class Ranks:
                     f"the limit of the gradient norm is {every[0].limit} on rank {self.members[0]} and {words.limit} "
                     f"on rank {rank}, expected the same on all ranks; set the same max_grad_norm"
                 )
+        self.agreed = agreed
 
 
 def _bound(groups: _Copies, copies: Mapping[str, _Copies], by_rank: Mapping[int, Sequence[Description]]) -> float:
@@ -319,18 +327,16 @@ def ranks_of(
             "that it is unknown who makes each step together; pass process_group=torch.distributed.group.WORLD to the "
             "optimizer if all do, as the stages of a pipeline, or else the group of those that do"
         )
-    if before is not None and before.members == members:
-        ranks = before
-    else:
-        first = next((parameter for parameter in parameters if is_distributed(parameter)), parameters[0])
-        device = first.device_mesh.device_type if is_distributed(first) else first.device.type
-        ranks = Ranks(members, device, group)
-    here = (dist.get_rank(),)
+    ranks = before if before is not None and before.members == members else Ranks(members, group)
+    devices = [parameter.device_mesh.device_type for parameter in parameters if is_distributed(parameter)]
+    devices += [str(parameter.device) for parameter in parameters]
+    ranks.device = next(iter(devices), str(torch.accelerator.current_accelerator() or "cpu"))
+    here, shared = (dist.get_rank(),), {mesh: mesh for mesh in meshes}  # for pickle, one object for each mesh
     ranks.described = [
         Description(
             name,
             tuple(parameter.shape),
-            tuple(members_of(parameter)) if is_distributed(parameter) else here,
+            shared[tuple(members_of(parameter))] if is_distributed(parameter) else here,
             counted_part(parameter),
         )
         for parameter, name in zip(parameters, names, strict=True)

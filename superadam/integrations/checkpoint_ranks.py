@@ -79,6 +79,15 @@ class CheckpointRanks:
             )
         return seen[0]
 
+    def require_alike(self, names: object) -> None:
+        """Raise CheckpointError unless all ranks have the same names of tensors."""
+        every = self.gather(names)
+        if others := [rank for rank, each in enumerate(every) if each != every[0]]:
+            raise CheckpointError(
+                f"{self.failure}: ranks {others} have other parameters than rank 0, expected shards of the same ones: "
+                f"give each stage of a pipeline a folder and a process_group of its own; {self.outcome}"
+            )
+
     def _without_marker(self, folder: Path) -> list[int]:
         """Return the ranks that do not see a file that rank 0 makes; none where it can make none."""
         if self.size == 1:

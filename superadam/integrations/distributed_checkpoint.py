@@ -225,7 +225,7 @@ class _NewCheckpoint:
     def begin(self, folder: str | os.PathLike[str], model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
-        def read() -> None:
+        def read() -> object:
             if type(self.keep) is not int or self.keep < 1:
                 raise CheckpointError(f"keep is {self.keep!r}, expected a whole number of at least 1")
             with self._lock():
@@ -237,8 +237,9 @@ class _NewCheckpoint:
                 self._parameters = dict(zip(named, parameters_of(self.optimizer), strict=True))
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
+                return [(group["params"], group.get("param_names")) for group in values["param_groups"]]
 
-        self.ranks.run(read)
+        self.ranks.require_alike(self.ranks.run(read))
         self._states = _descent.setdefault(self.optimizer, set())
         self.part = self.ranks.on_first(
             lambda: checkpoint_folder.begin(Path(folder).absolute(), self.stack, self._states)

@@ -66,6 +66,7 @@ def save_fp32(
     part = path.with_name(f".{path.name}.part")
 
     tensors = ranks.run(lambda: _masters(model, optimizer))
+    ranks.require_alike(([*tensors], [group.get("param_names") for group in optimizer.param_groups]))
 
     def begin() -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):

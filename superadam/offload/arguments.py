@@ -43,7 +43,8 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
     if optimized and trained and optimized.isdisjoint(trained):
         raise ValueError(
             "the model has none of the optimizer's parameters, expected the model that it trains; pass that one, or "
-            "make the optimizer after the model's parameters were replaced"
+            "make the optimizer after the model's parameters were replaced, or call reshard() of FSDP2's modules, in "
+            "which an evaluation may have left others"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used; importing takes a second
     wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))

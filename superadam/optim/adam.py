@@ -267,7 +267,8 @@ class SpeculativeCPUAdam(Optimizer):
                 know.
             RuntimeError: there is a limit under FSDP1, on several ranks; or, with DTensor parameters, another rank
                 failed, ended, or is not at the same point.
-            MemoryError, torch.OutOfMemoryError, RuntimeError: memory ran out; call this again to make the step.
+            MemoryError, torch.OutOfMemoryError, RuntimeError: memory ran out; call this again to make the step, unless
+                there are other ranks, which have perhaps made it.
 
         Whatever is raised, nothing was changed. The step with zero gradients that `torch.distributed.checkpoint` makes
         to get state to load into creates that state, and is none.

@@ -330,6 +330,8 @@ class Binding(GradientHolder):
 
     def conclude(self, transaction: Transaction, outcome: StepOutcome, applied: Applied | None) -> None:
         """Tell of a step, which raises nothing: to the statistics, exposed entries and the scheduler."""
+        if self.ranks is not None:
+            self.ranks.agreed = 0  # it was made, whatever a handler raises that runs now
         tell("counting steps", self._statistics.count, outcome.kind)
         if transaction.table.is_any_held:  # else with the next, or when read
             tell("updating optimizer.state at once", self._refresh_held_entries, transaction)

@@ -94,7 +94,7 @@ def test_the_norm_is_that_of_all_ranks(rank):
 
 
 def test_what_is_no_answer_of_another_rank_is_refused(monkeypatch):
-    ranks = Ranks([0, 1], "cpu")
+    ranks = Ranks([0, 1])
     monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine, mine._replace(magic=1.0)])
     told = r"^the ranks are not at the same point: rank 0 is in call 1 \(step\(\)\) and rank 1 sent something else"
     raises(RuntimeError, told, lambda: ranks.norm(Question.STEP, None, 0, lambda classes: [0.0]))
@@ -106,7 +106,7 @@ def test_any_number_of_kinds_of_copies_has_room(monkeypatch):
         torch.distributed, "all_gather", lambda received, sent, group: [one.copy_(sent) for one in received]
     )
     for count in (14, 15, 16, 31, 32):
-        ranks = Ranks([0, 1], "cpu")
+        ranks = Ranks([0, 1])
         ranks._copies = dict.fromkeys((((0,),) * number for number in range(2, 2 + count)), 0.0)
         norm = ranks.norm(Question.STEP, None, 0, lambda classes, count=count: [1.0] * (1 + count))
         assert norm.total == math.sqrt(2 + count)
