@@ -3,7 +3,9 @@
 import itertools
 import math
 import os
+import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -97,7 +99,10 @@ def test_what_is_no_answer_of_another_rank_is_refused(monkeypatch):
     ranks = Ranks([0, 1])
     monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine, mine._replace(magic=1.0)])
     told = r"^the ranks are not at the same point: rank 0 is in call 1 \(step\(\)\) and rank 1 sent something else"
-    raises(RuntimeError, told, lambda: ranks.norm(Question.STEP, None, 0, lambda classes: [0.0]))
+    ask: Any = partial(ranks.norm, Question.STEP, None, 0, lambda classes: [0.0])
+    raises(RuntimeError, told, ask)
+    monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(number=0.0)] * 2)
+    raises(RuntimeError, "the answer is that to an older question", ask)
 
 
 def test_any_number_of_kinds_of_copies_has_room(monkeypatch):
@@ -247,8 +252,9 @@ def test_limits_that_differ_or_are_invalid_on_one_rank(rank):
 
 
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize(("owner", "name", "passes"), [(ParameterState, "create_state", []), (Ranks, "_check", [None])])
 @on_ranks(2)
-def test_an_error_after_the_verdict(rank, victims, tmp_path):
+def test_an_error_after_the_verdict(rank, victims, owner, name, passes, tmp_path):
     """A rank that has missed a step cannot go on with those that made it; where all missed it, or load, they can."""
     parameter = cut(4, dtype=torch.bfloat16)
     model, optimizer = nn.ParameterList([parameter]), SpeculativeCPUAdamW([parameter], lr=0.1)
@@ -256,7 +262,7 @@ def test_an_error_after_the_verdict(rank, victims, tmp_path):
     save(tmp_path, model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if rank in victims:
-            patch.setattr(ParameterState, "create_state", Mock(side_effect=torch.OutOfMemoryError("planted")))
+            patch.setattr(owner, name, Mock(side_effect=[*passes, torch.OutOfMemoryError("planted")]))
             raises(torch.OutOfMemoryError, "planted", optimizer.step)
             assert seen(parameter) == before
         else:
@@ -285,6 +291,21 @@ def test_an_error_after_the_verdict(rank, victims, tmp_path):
     optimizer.step()
     assert (seen(parameter) == before, seen(parameter) == after) == (False, rank not in victims)
     save(tmp_path, model, optimizer)
+
+
+@on_ranks(2)
+def test_what_a_handler_raises_in_a_step_keeps_no_rank_from_it(rank):
+    """Nor do ranks without parameters."""
+    parameter, gather, world = nn.Parameter(torch.ones(3)), torch.distributed.all_gather, torch.distributed.group.WORLD
+    optimizer = SpeculativeCPUAdamW([{"params": [] if rank else [parameter]}], process_group=world)
+    before = signal.signal(signal.SIGTERM, Mock(side_effect=ValueError("preempted")))
+    parameter.grad = torch.ones(3)
+    with pytest.MonkeyPatch.context() as patch:
+        waiting = Mock(side_effect=lambda *given, **how: (signal.raise_signal(signal.SIGTERM), gather(*given, **how)))
+        patch.setattr(torch.distributed, "all_gather", waiting)
+        raises(ValueError, "preempted", optimizer.step)
+    signal.signal(signal.SIGTERM, before)
+    assert [float(entry["step"]) for entry in optimizer.state_dict()["state"].values()] == [1.0] * (1 - rank)
 
 
 def end_of_rank_1(rank: int) -> str:

@@ -40,9 +40,6 @@ ONE_NODE, TWO_NODES = (
 """The documentation's commands: variables, torchrun, its options, and the program."""
 
 
-# ---- what each rank does ---------------------------------------------------------------------------------------------
-
-
 def train(rank: int, *, folder: str, seed: int = 0, kills: int = 0) -> None:
     """Train to the end, from the newest checkpoint, and note all that is done; last a digest of this rank's parts.
 
@@ -101,9 +98,6 @@ def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     ranks.run(train, 2, folder=str(folder))
     return notes_of(folder)
-
-
-# ---- what starts them ------------------------------------------------------------------------------------------------
 
 
 def be_a_rank(options: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.distributed import replicas
+from superadam.integrations.deepspeed import save_fp32
+from superadam.integrations.distributed_checkpoint import CheckpointError, save
 
 
 class Part(NamedTuple):
@@ -385,7 +388,7 @@ STAGES: dict[Any, list[list[int]]] = {
 @pytest.mark.parametrize(("overlaps", "scales"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("schedule_of", STAGES)
 @on_ranks(2)
-def test_stages_have_the_bits_of_one_process(rank, schedule_of, overlaps, scales):
+def test_stages_have_the_bits_of_one_process(rank, schedule_of, overlaps, scales, tmp_path):
     torch.manual_seed(0)
     here, count = STAGES[schedule_of][rank], sum(map(len, STAGES[schedule_of]))
     layers = (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(count))
@@ -418,5 +421,7 @@ def test_stages_have_the_bits_of_one_process(rank, schedule_of, overlaps, scales
                 assert bits(parameter) == bits(its)
                 assert entry_bits(ours.state[parameter]) == entry_bits(alone.state[its])
     assert kinds == set(StepKind)
+    for call in (save, save_fp32):  # one checkpoint has all of a model
+        raises(CheckpointError, "other parameters than rank 0", partial(call, tmp_path / "run", mine, ours))
     has_hooks = schedule_of is not ScheduleZBVZeroBubble  # which computes gradients of weights apart, and calls none
     assert not has_hooks or (ours.statistics.accepted > ours.statistics.patched) is overlaps, ours.statistics

@@ -125,9 +125,6 @@ def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch):
     assert (uploaded.dtype, uploaded.shape, uploaded.device.type) == (torch.int64, (3,), "meta")
 
 
-# ---- without memory for them: values are published all the same, and no step is made in part -------------------------
-
-
 @pytest.fixture
 def uploads(monkeypatch):
     """All tables that were uploaded, of which only the first finds memory."""

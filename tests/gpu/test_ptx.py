@@ -41,9 +41,6 @@ def test_what_may_be_contracted_or_is_approximate_is_not_known(name):
         ptx.find(name)
 
 
-# ---- threads, and what a debugger would find ---------------------------------------------------------------------
-
-
 def test_shared_memory_and_barriers():
     out = np.zeros(128, np.uint32)
     body = "st.shared.b32 [%r5], %r3; bar.sync 0; ld.shared.b32 %r7, [%r6+0]; st.global.b32 [%rd3], %r7;"

@@ -103,9 +103,6 @@ def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
     ]
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
-
-
 class Recorder:
     """Notes parameters whose gradients are ready."""
 

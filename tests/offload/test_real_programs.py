@@ -291,9 +291,6 @@ def reptile(run: Run) -> None:
             optimizer.zero_grad()
 
 
-# ---- the test -------------------------------------------------------------------------------------------------------
-
-
 @in_settings(PROGRAMS)
 def test_program_has_the_bits_of_the_plain_run_and_of_torch(program: Program, settings: list[Setting]) -> None:
     assert differences(program, settings) == []

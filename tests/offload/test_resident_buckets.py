@@ -132,9 +132,6 @@ def test_device_without_any_memory(error, first, gpu_buckets, monkeypatch, caplo
     assert is_full == ("no memory left for the state" in caplog.text)
 
 
-# ---- choosing --------------------------------------------------------------------------------------------------------
-
-
 class Roomy(ThreadDevice):
     """Says that it can keep everything, and cannot: only for what is chosen."""
 

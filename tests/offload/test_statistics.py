@@ -57,9 +57,6 @@ def test_hidden_share_is_that_of_all_work(worker: float, waited: float, hooks: f
         assert counts.hidden_share == 1.0
 
 
-# ---- of real schedulers ----------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def counted_speculation() -> Iterator[list[int]]:
     """Yield the number of parameters that were speculated on for each call; what is repeated has begun before."""
@@ -180,9 +177,6 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
         assert up <= moved[1] <= flat_bytes(parameters) + up + patches
         optimizer.max_grad_norm = math.inf
         assert step(5, math.nan)[0] == down
-
-
-# ---- the trace -------------------------------------------------------------------------------------------------------
 
 
 @given(

@@ -45,8 +45,6 @@ def test_our_own_write_is_no_hint_but_hides_none(has_wholes, mode):
     assert hints(fingerprints) == [2]
 
 
-# ---- storages --------------------------------------------------------------------------------------------------------
-
 REPETITIONS = 200
 
 
