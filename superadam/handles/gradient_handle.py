@@ -499,15 +499,15 @@ def is_uncounted(tensor: Tensor) -> bool:
 
 
 def references(in_python: int, tensor: Any) -> tuple[int, int, int, int]:
-    """Count the references to a tensor, Python's and torch's, and those to its memory.
+    """Count the references to a tensor, Python's, weak ones too, and torch's, and those to its memory.
 
     Versions of both count differently, so compare with a tensor that is referred to as usual. The caller counts
     Python's, of an attribute or an element: while torch.compile is at work in any thread, and from an error of
     it on, what is passed to a function in Python is referred to once more.
     """
     storage = tensor.untyped_storage()
-    of_memory = sys.getrefcount(storage), storage_use_count(storage_key(storage))
-    return in_python, tensor_use_count(tensor), *of_memory
+    of_memory = sys.getrefcount(storage) + weakref.getweakrefcount(storage), storage_use_count(storage_key(storage))
+    return in_python + weakref.getweakrefcount(tensor), tensor_use_count(tensor), *of_memory
 
 
 _alone = torch.empty(1, device="cpu")
@@ -550,7 +550,7 @@ def is_exclusive(parameter: Any) -> bool:
     count = sys.getrefcount(parameter.grad)
     gradient = parameter.grad  # another thread may have replaced it
     is_strided = isinstance(gradient, Tensor) and gradient.layout is torch.strided
-    if not is_strided or gradient.__dict__ or weakref.getweakrefcount(gradient) or is_uncounted(gradient):
+    if not is_strided or gradient.__dict__ or is_uncounted(gradient):
         return False
     if gradient.nbytes != gradient.untyped_storage().nbytes():
         return False

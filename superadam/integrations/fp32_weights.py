@@ -66,7 +66,8 @@ def save_fp32(
     part = path.with_name(f".{path.name}.part")
 
     tensors = ranks.run(lambda: _masters(model, optimizer))
-    ranks.require_alike(([*tensors], [group.get("param_names") for group in optimizer.param_groups]))
+    groups = arguments.unwrapped(optimizer).param_groups
+    ranks.require_alike(([*tensors], [group.get("param_names") for group in groups]))
 
     def begin() -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):

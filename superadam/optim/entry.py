@@ -82,6 +82,8 @@ class Entry(dict[str, Any]):
         decoded: tensors that were read since they were last compared with a state, what stood for them, and addresses.
     """
 
+    __slots__ = ("decoded", "lock")  # without weak references, which dicts do not have either
+
     def __init__(self, values: Mapping[str, Any], lock: Lock = nullcontext) -> None:
         super().__init__(values)
         self.lock = lock

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -314,6 +315,7 @@ def _is_referenced(values: dict[str, Any], key: str, usual: int) -> bool:
     """Whether a program refers to a tensor in a copy of an entry, to which this many objects usually refer."""
     if not shards.is_distributed(values[key]):
         return is_held(values, key, usual)
-    if sys.getrefcount(values[key]) > _ALONE + 1 + min(usual, _STAND_IN):  # `wholes` of a `ParameterState`
+    count = sys.getrefcount(values[key]) + weakref.getweakrefcount(values[key])
+    if count > _ALONE + 1 + min(usual, _STAND_IN):  # `wholes` of a `ParameterState`
         return True
     return is_held({key: shards.local_of(values[key])}, key, _NATIVE if usual == _NATIVE else _STEP)

@@ -11,6 +11,7 @@ import pickle
 import random
 import sys
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -204,7 +205,7 @@ def _pickle(run: Run, parameter: Tensor, entry: dict[str, Any]) -> None:
 
 def _to_held(change: Callable[[Tensor], object]) -> Do:
     def do(run: Run, parameter: Tensor, key: str) -> None:
-        for one in run.held:
+        for one in [one() if isinstance(one, weakref.ref) else one for one in run.held]:
             if isinstance(one, Tensor) and has_memory(one):
                 change(one)
 
@@ -338,6 +339,7 @@ ACTIONS = [
     Action("put rows of more and hold", _put_and_hold(lambda v: torch.cat([v, v])[: v.shape[0]])),
     Action("put what another library has", _of_state(torch.clone, _assign_through_dlpack)),
     Action("hold", _hold(lambda v: v)),
+    Action("hold weakly", _hold(weakref.ref)),
     Action("hold an alias", _hold(torch.Tensor.detach)),
     Action("hold .data", _hold(lambda v: v.data)),
     Action("hold the storage", _hold(torch.Tensor.untyped_storage)),
