@@ -110,19 +110,18 @@ static void *thread_main(void *unused)
     return NULL;
 }
 
-/* Called with pool.lock held. The new threads block all signals: those are for the threads of the program. */
+/* Called with pool.lock held. The new threads block all signals but faults: those are for the program's threads. */
 static void grow(int size)
 {
     sigset_t all, before;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGFPE);
+    sigdelset(&all, SIGILL);
+    sigdelset(&all, SIGSEGV);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool.size < size) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, thread_main, NULL) != 0)
-            break;
+    for (pthread_t thread; pool.size < size && pthread_create(&thread, NULL, thread_main, NULL) == 0; pool.size++)
         pthread_detach(thread);
-        pool.size++;
-    }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
