@@ -50,7 +50,7 @@ def test_imports_point_downward() -> None:
 
 
 def test_no_handler_runs_in_a_thread_that_has_a_lock() -> None:
-    """It could wait for the worker, which waits for the lock; the worker, which runs a pass, runs no handler."""
+    """It could wait for the worker while that waits for the lock; `pipeline.py` takes its lock in the worker alone."""
     for path in FILES:
         every = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.With)]
         outer = [node for node in every if ast.unparse(node.items[0]) == "deferred_signals()"]

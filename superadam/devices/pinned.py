@@ -244,8 +244,8 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Wait for what is held and release every slab once no tensor lies in it; later tensors are pageable."""
-        with deferred_signals():
-            with self._lock:
+        with deferred_handlers():
+            with deferred_signals(), self._lock:
                 held = dict(self._held)
                 self._held.clear()
                 self._slabs.clear()

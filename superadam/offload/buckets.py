@@ -237,7 +237,7 @@ class Bucketer:
         if taken is None:
             return []
         is_host = self._device.is_host(taken.pending)
-        if not is_host:  # its memory may be another stream's, where it would be free before it is read on this one
+        if not is_host:  # of another stream, perhaps; given back, it is copied on this one, and dropped
             self._device.record_stream(taken.pending, Stream.CURRENT)
         elif made is not None:
             taken.arrived, made = taken.arrived or made, None  # a sum's event is its own
@@ -295,7 +295,7 @@ class Bucketer:
         if known is None or known() is not taken:
             return False
         self._taken[id(parameter)] = None
-        for bucket in self._filling.values():  # else nothing that is added to its memory could be taken
+        for bucket in self._filling.values():  # which would refer to memory that autograd adds the next one to
             for piece in taken.owner().pieces:
                 if bucket.gradients.pop(piece, None) is not None:
                     bucket.numel -= piece.shape.numel()

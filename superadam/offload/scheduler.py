@@ -220,8 +220,8 @@ class OffloadScheduler(GradientHolder):
             self._pipeline.transaction = transaction
         self._hyper = []
         self._transfers.forget_layouts()
-        self._bucketer.take_from(() if transaction is None else transaction.table.states)
         if transaction is not None:
+            self._bucketer.take_from(transaction.table.states)
             self._groups = ReducedGroups() if transaction.table.is_distributed else None
             self._hooks.watch(() if self._closed else transaction.table.parameters)  # which close() may bind again
 
@@ -402,6 +402,7 @@ class OffloadScheduler(GradientHolder):
             finally:
                 tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
                 self._binding.detach(self.optimizer.param_groups)
+                self._bucketer.take_from(())  # for hooks that have waited
                 self._finish()
 
     def _finish(self) -> None:

@@ -42,9 +42,6 @@ SECONDS = 3
 too."""
 
 
-# ---- where ranks are lost --------------------------------------------------------------------------------------------
-
-
 def in_own_hook(parameter: Any) -> None:
     """Called by a hook of the program in backward."""
 
@@ -101,9 +98,6 @@ ACTS: dict[str, Callable[[], object]] = {
     "fail": mock.Mock(side_effect=ValueError("planted")),
     "run_out": mock.Mock(side_effect=torch.OutOfMemoryError("planted")),
 }
-
-
-# ---- a program -------------------------------------------------------------------------------------------------------
 
 
 def train(rank: int, folder: str, overlaps: bool, place: str, act: str, victims: Sequence[int]) -> None:

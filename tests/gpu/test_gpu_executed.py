@@ -345,7 +345,7 @@ def check(request: Request, code: Code) -> None:
     assert code.relaxed == 0
     assert code.keeps_denormals
     # For sm_80, ptxas spills up to four registers in 29 of 1584 variants of Adam, to have more threads at once.
-    assert code.spilled <= (32 if request.target == "sm_80" else 0)
+    assert code.spilled <= (32 if (request.target, request.kernel) == ("sm_80", "adam_kernel") else 0)
     assert code.count(r"v_(cvt_pkrtz|cvt_sr|exp|log|mad|mac|fract|dot).*_f\d\d.*") == 0
     assert code.count(r"(atom|red)\..*|.*_atomic_.*") == 0
     CODE_CHECKS[request.kernel](code, request.target, *request.arguments)

@@ -159,12 +159,15 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
                             sums[i] = sums[i] + one if i in sums else one
                     with announced(scheduler) if micro < 2 else nullcontext():
                         loss_of(model[used], 10 * number + micro).backward()
+                    for one in scheduler._bucketer._filling.values():
+                        assert one.numel == sum(piece.shape.numel() for piece in one.gradients)
                 for i, parameter in enumerate(parameters):
                     assert parameter.grad is not None
                     rounded = torch.from_numpy(sums[i]).to(dtype).reshape(parameter.shape)
                     assert bits(parameter.grad) == bits(rounded)
             optimizer.step()
             optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())  # after which nothing is bound
             kind, norm = reference.step(sums, hyper, 30.0)
             assert (optimizer.last_outcome.kind, optimizer.last_outcome.grad_norm) == (kind, norm)
             for parameter, one in zip(parameters, reference.parameters, strict=True):
