@@ -328,9 +328,9 @@ def ranks_of(
             "optimizer if all do, as the stages of a pipeline, or else the group of those that do"
         )
     ranks = before if before is not None and before.members == members else Ranks(members, group)
-    devices = [parameter.device_mesh.device_type for parameter in parameters if is_distributed(parameter)]
-    devices += [str(parameter.device) for parameter in parameters]
-    ranks.device = next(iter(devices), str(torch.accelerator.current_accelerator() or "cpu"))
+    of_meshes = (parameter.device_mesh.device_type for parameter in parameters if is_distributed(parameter))
+    devices = itertools.chain(of_meshes, (str(parameter.device) for parameter in parameters))
+    ranks.device = next(devices, str(torch.accelerator.current_accelerator() or "cpu"))
     here, shared = (dist.get_rank(),), {mesh: mesh for mesh in meshes}  # for pickle, one object for each mesh
     ranks.described = [
         Description(

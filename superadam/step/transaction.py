@@ -225,8 +225,8 @@ class Transaction:
         """Make a step with these gradients if all are finite; drop everything else that waits for a verdict.
 
         A `max_norm` of None or inf is no limit; it lasts where it is not that of this step alone. Also returns what was
-        done to gradients that were taken; None where none was, or the step was skipped. Its caller defers signals, so
-        that it is made wholly or not at all.
+        done to gradients that were taken; None where none was, or the step was skipped. Signals are deferred, so that
+        it is made wholly or not at all.
         """
         with (
             deferred_signals(),
