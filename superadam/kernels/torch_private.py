@@ -339,10 +339,3 @@ def dispatch_mode() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
-
-
-def fake_tensor_mode() -> Any:
-    """Return the class of modes in which tensors have no memory; raises ImportError where torch has it no longer."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode

@@ -1,7 +1,6 @@
-"""Peak memory of forward and backward, from fake tensors: nothing is allocated or computed.
+"""Peak memory of forward and backward, from meta tensors: nothing is allocated or computed.
 
-Two numbers of layers are run, and the peak of all layers lies on the line through both. Fake tensors are on the CPU:
-one on a GPU that requires grad ends the process where torch was built without CUDA.
+Two numbers of layers are run, and the peak of all layers lies on the line through both.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from superadam.kernels.torch_private import dispatch_mode, fake_tensor_mode
+from superadam.kernels.torch_private import dispatch_mode
 from superadam.plan import UnplannableError, attention
-from superadam.plan.models import build, on_meta, period_of, with_layers
+from superadam.plan.models import on_meta, period_of, with_layers
 
 LOSS_ROWS = 1024  # tokens whose logits are there together, where the loss is computed in chunks
 
@@ -86,7 +85,8 @@ def run(model: Any, tokens: Tensor, loss: str, enter: Callable[[str], object] = 
 
     model.get_input_embeddings().register_forward_hook(enter_end)
     enter(FORWARD)
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    mask = torch.ones_like(tokens)  # without one, models look into the tokens' positions for packed sequences
+    hidden = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
     enter(HEAD)
     hidden.register_hook(lambda gradient: enter(LAYERS))
     head = model.get_output_embeddings()
@@ -115,20 +115,19 @@ def peaks_of(
     `UnplannableError` where the model cannot be run so.
     """
     attention.register()
-    with fake_tensor_mode()(allow_non_fake_inputs=True):
-        model, mode = recomputing(build(config, attention.NAME), is_wanted=checkpointing), Live()
-        for tensor in (*model.parameters(), *model.buffers()):
-            mode.add(tensor)
-        begin, calls = mode.now, attention.calls
-        try:
-            with mode:
-                run(model, torch.zeros(sequences, tokens, dtype=torch.long, device="cpu"), loss, mode.enter)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-            raise UnplannableError(
-                f"a {config.model_type} cannot be run without values ({reason}), so that its memory is unknown; "
-                "measure it on the machine"
-            ) from error
+    model, mode = recomputing(on_meta(config, attention.NAME), is_wanted=checkpointing), Live()
+    for tensor in (*model.parameters(), *model.buffers()):
+        mode.add(tensor)
+    begin, calls = mode.now, attention.calls
+    try:
+        with mode:
+            run(model, torch.zeros(sequences, tokens, dtype=torch.long, device="meta"), loss, mode.enter)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        raise UnplannableError(
+            f"a {config.model_type} cannot be run without values ({reason}), so that its memory is unknown; "
+            "measure it on the machine"
+        ) from error
     seen = attention.calls - calls
     if seen < config.num_hidden_layers:
         raise UnplannableError(

@@ -1,4 +1,4 @@
-"""An attention with the memory of a fused kernel, which computes nothing: for any model on fake tensors, with sinks.
+"""An attention with the memory of a fused kernel, which computes nothing: for any model on meta tensors, with sinks.
 
 It keeps what FlashAttention keeps for backward: q, k, v, the output, and one fp32 number for each row of scores.
 """

@@ -37,10 +37,10 @@ def build(config: PreTrainedConfig, attention: str | None = None) -> nn.Module:
     return model
 
 
-def on_meta(config: PreTrainedConfig) -> nn.Module:
-    """Return the model in bf16, without memory."""
+def on_meta(config: PreTrainedConfig, attention: str | None = None) -> nn.Module:
+    """As `build`, without memory."""
     with torch.device("meta"):
-        return build(config)
+        return build(config, attention)
 
 
 def experts_of(config: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Peaks from fake tensors are those that torch's allocator sees, and lie on a line over layers."""
+"""Peaks from meta tensors are those that torch's allocator sees, and lie on a line over layers."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def measured(config: Any, loss: str, checkpointing: bool) -> int:
     model: Any = build(config, attention.NAME if is_own else "sdpa")
     recomputing(model, is_wanted=checkpointing)
     tokens = torch.randint(0, config.vocab_size, (SEQUENCES, TOKENS))
-    run(model, tokens, loss)
+    run(model, tokens[:, :8], loss)  # which makes what stays
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run(model, tokens, loss)
     now = peak = 0
