@@ -5,7 +5,6 @@
 
 typedef struct {
     real spread, slope, kappa, least, slack;
-    int l2;
 } interval_scalars;
 
 /* How far a magnitude may move, at least, and still round alike: to where rounding changes next to it, and no further
@@ -36,11 +35,8 @@ static inline __attribute__((always_inline)) vec_mask interval_is_certain(int ou
     vec change = vec_mul(t, vec_fma(vec_set(k->kappa), aq, vec_set(k->slope))); /* times d_low: without a division */
     vec_mask certain = vec_less(change, vec_mul(vec_sub(room, roundings), d_low));
     certain = vec_and_less(certain, vec_set(k->least), d_low);
-    certain = vec_and_less(certain, d_low, vec_set(0x1p60f));
-    certain = vec_and_less(certain, vec_set(-0x1p-149f), v);
-    if (k->l2)
-        certain = vec_and_less(certain, vec_mul(d, vec_set(0.25f)), d_low);
-    return certain;
+    certain = vec_and_less(certain, vec_add(a, d), vec_set(0x1p50f));
+    return vec_and_less(certain, vec_set(-0x1p-149f), v);
 }
 
 /* Copies from[at[0]], from[at[1]], ..., elements of `size` bytes, 2 or 4. */

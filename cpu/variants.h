@@ -21,7 +21,7 @@ static adam_scalars adam_scalars_of(const superadam_coefficients *c)
 static interval_scalars interval_scalars_of(const superadam_coefficients *c)
 {
     interval_scalars k = {(real)c->interval_spread, (real)c->interval_slope, (real)c->interval_kappa,
-                          (real)c->interval_least,  (real)c->interval_slack, (int)c->flags & SUPERADAM_L2};
+                          (real)c->interval_least, (real)c->interval_slack};
     return k;
 }
 

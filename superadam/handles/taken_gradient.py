@@ -111,8 +111,6 @@ class Factor:
 
     def number_for(self, dtype: torch.dtype, *, on_cpu: bool) -> float:
         """Return `number` as torch rounds it before it multiplies, or divides, a gradient of this dtype there."""
-        if dtype == torch.float64:
-            return self.number
         is_tensor = isinstance(self.value, Tensor)
         if on_cpu:
             is_narrowed = self.is_of_list and self.kind is FactorKind.MULTIPLY and not is_tensor
@@ -300,15 +298,15 @@ class TakenGradient:
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
 
-        That is 1.0 without factors. Otherwise it is a single factor of at most 1, rounded as torch rounds it, on a
-        gradient that does not count in fp16. Waits for the device that holds it. To be called in the usual
+        That is 1.0 without factors. Otherwise it is a single factor of at most 1, not 0, rounded as torch rounds it, on
+        a gradient that counts in fp32 or bf16. Waits for the device that holds it. To be called in the usual
         floating-point mode.
         """
         factors = [factor for factor in self.factors if factor.number != 1.0]
         if not factors:
             return 1.0
         dtype = self.exact_dtype
-        if len(factors) > 1 or dtype == torch.float16:
+        if len(factors) > 1 or dtype in (torch.float16, torch.float64):
             return None
         factor = factors[0]
         is_promoted = isinstance(factor.value, Tensor) and factor.kind is not FactorKind.UNSCALE
@@ -316,10 +314,10 @@ class TakenGradient:
             return None  # torch computes in the wider dtype where neither has dimensions
         scale = factor.number_for(dtype, on_cpu=self.device.type == "cpu")
         if factor.kind is FactorKind.DIVIDE:
-            if abs(math.frexp(scale)[0]) != 0.5:  # as of Inf and NaN
+            if not scale or abs(math.frexp(factor.number)[0]) != 0.5:  # as of Inf and NaN
                 return None
             scale = 1.0 / scale
-        return scale if abs(scale) <= 1.0 else None  # also where it is NaN
+        return scale if 0.0 < abs(scale) <= 1.0 else None  # also where it is NaN
 
     def unscale_factor(self) -> float:
         """Return the product of the factors that undo a loss scale; 1.0 without any."""

@@ -253,12 +253,8 @@ class Coefficients:
         It covers products with the gradient that are rounded to bf16, and those that are not.
         """
         low, high = interval
-        is_covered = (
-            0.0 < low <= self.s <= high < math.inf
-            and self.s <= 4.0 * low
-            and abs(self.nss) <= 2.0**10  # the other scalars are in range, as betas are at least 0 and below 1
-        )
-        if not is_covered:
+        # The other scalars are in range, as betas are at least 0 and below 1.
+        if not (0.0 < low <= self.s <= high < math.inf and abs(self.nss) <= 2.0**10):
             return None
         rounded = high + (self.s if Flag.ROUND in self.flags else 0.0)  # the verdict's product, and the published one
         distance = max(high - self.s, self.s - low) + _PRODUCT_IN_BFLOAT16 * rounded

@@ -165,7 +165,7 @@ class Predictor:
         factor = _float32(unscaling) if centre >= unscaling else _float32((low + high) / 2)
         if not 0.0 < low <= high < math.inf:
             return None
-        return Prediction(factor, Interval(max(low, _float32(factor / 3.9)), high))
+        return Prediction(factor, Interval(low, high))
 
     def _norm(self, elements: int, seen: float) -> float:
         """Return the norm that this step is likely to have, not less than that of the elements that have arrived."""

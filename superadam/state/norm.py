@@ -33,11 +33,8 @@ class GradientNorm:
         self.nonfinite[where] = 0
 
     def scale(self, where: slice, factor: float) -> None:
-        """Multiply the gradients of these entries by a factor: 0 makes NaN of Inf and NaN, and 0 of everything else."""
-        if factor * factor == 0.0:
-            self.sums[where] = np.where(self.nonfinite[where] > 0, np.nan, 0.0)
-        else:
-            self.sums[where] *= factor * factor
+        """Multiply the gradients of these entries by a factor, an fp32 number that is not 0."""
+        self.sums[where] *= factor * factor
 
     @property
     def count(self) -> int:

@@ -301,7 +301,6 @@ def intervals(exact: float) -> dict[str, tuple[Prediction, int, bool]]:
         "at the end of a wide one": (Prediction(more, Interval(exact, more)), PATCHED, False),
         "below": (Prediction(more, Interval(above, more)), 0, True),
         "above": (Prediction(less, Interval(least, below)), 0, True),
-        "too wide for the proof": (Prediction(5 * exact, Interval(exact, 5 * exact)), 0, True),
         "none of numbers": (Prediction(math.nan, Interval(math.nan, math.nan)), 0, True),
         "of zero": (Prediction(0.0, Interval(0.0, 0.0)), 0, True),
         "upside down": (Prediction(exact, Interval(above, below)), 0, False),

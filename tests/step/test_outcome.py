@@ -97,20 +97,18 @@ def test_norm_is_copied_and_cleared_by_entry(entries: list[tuple[float, int]], b
 @given(
     sums=st.lists(st.floats(0.0), min_size=1, max_size=8),
     nonfinite=st.lists(st.integers(0, 2), min_size=8, max_size=8),
-    factor=st.one_of(st.floats(-1.0, 1.0), st.sampled_from([0.0, -0.0, 1e-200, -1.0])),
+    factor=st.one_of(st.floats(2.0**-149, 1.0), st.floats(-1.0, -(2.0**-149))),
     begin=st.integers(0, 8),
 )
 def test_a_norm_is_scaled_as_its_gradients_are(sums, nonfinite, factor, begin):
     """Also where a sum has overflown, or is of an Inf; nothing warns."""
     norm = GradientNorm(np.array(sums, np.float64), np.array(nonfinite[: len(sums)], np.int64))
     norm.scale(slice(begin, None), factor)
-    for place, (before, count, after) in enumerate(zip(sums, nonfinite, norm.sums.tolist(), strict=False)):
+    for place, (before, after) in enumerate(zip(sums, norm.sums.tolist(), strict=True)):
         if place < begin:
             assert after == before
-        elif factor * factor:
-            assert after == before * (factor * factor)
         else:
-            assert math.isnan(after) if count else after == 0.0
+            assert after == before * (factor * factor)
 
 
 @given(

@@ -54,6 +54,31 @@ def test_bits_and_norm_are_those_of_the_product(fill, limit, factor, dtype):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "limit", "changes"),
+    [
+        (torch.float64, 1e170, 1.0, 2 * [lambda gradient: gradient.mul_(2.0**-540)]),  # whose squares overflow before
+        (torch.float32, 1.0, None, [lambda gradient: gradient.mul_(0.0), lambda gradient: gradient.mul_(-0.0)]),
+        (torch.float32, 1.0, None, 2 * [lambda gradient: gradient.div_(2**60 + 2**36 + 1)]),  # no power of two in fp32
+    ],
+    ids=["squares", "zeros", "integers"],
+)
+def test_bits_are_those_of_products_at_the_ends_of_what_is_recorded(dtype, value, limit, changes):
+    found = []
+    for is_speculative in (False, True):
+        weights = [torch.nn.Parameter(torch.full((64,), -0.0, dtype=dtype)) for _ in changes]
+        optimizer = SpeculativeCPUAdam(weights, betas=(0.0, 0.99), max_grad_norm=limit)
+        for weight in weights:
+            weight.grad = torch.full_like(weight, value)
+        if is_speculative:
+            optimizer.speculate()
+        for weight, change in zip(weights, changes, strict=True):
+            change(weight.grad)
+        optimizer.step()
+        found.append(state_bits(optimizer))
+    assert found[0] == found[1]
+
+
 PRODUCTS: dict[str, Callable[[list[Tensor]], object]] = {
     "by a number": lambda gradients: [one.mul_(0.3) for one in gradients],
     "by a tensor": lambda gradients: [one.mul_(torch.tensor(0.3)) for one in gradients],

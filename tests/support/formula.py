@@ -93,15 +93,12 @@ def is_certain(
         t = np.abs(g) * spread
         d_low = fma(-kappa, t, d)
         change = t * fma(kappa, aq, slope)
-        certain = (
+        return (
             (change < (room - roundings) * d_low)
             & (least < d_low)
-            & (d_low < _single(2**60))
+            & (a + d < _single(2**50))
             & (v > _single(-(2**-149)))
         )
-        if Flag.L2 in k.flags:
-            certain &= d * _single(0.25) < d_low
-    return certain
 
 
 def _single(value: float) -> Array:

@@ -262,7 +262,7 @@ def drawn_case(rng: np.random.Generator, count: int = 4096) -> Case:
             maximize=bool(rng.random() < 0.2),
             decoupled_weight_decay=bool(rng.random() < 0.5),
         )
-        width = float(rng.choice([1, 1.01, 1.1, 1.1, 1.5, 2, 3.9]))
+        width = float(rng.choice([1, 1.01, 1.1, 1.1, 1.5, 2, 3.9, 1000]))
         published = float(np.float32(rng.choice([1.0, rng.uniform(0.01, 1), 10 ** rng.uniform(-6, 0), 2.0**-16])))
         low = float(np.float32(published / width))
         high = float(np.float32(published * rng.choice([1, width])))
