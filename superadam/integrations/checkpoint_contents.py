@@ -32,6 +32,10 @@ def contents_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
     named = _named_state(model, optimizer)
     flat = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
     for name, entry in named["state"].items():
+        if wrong := [key for key in entry if not isinstance(key, str) or "." in key]:
+            raise CheckpointError(
+                f"the state of {name} has the key {wrong[0]!r}, expected names without dots; rename it"
+            )
         flat.update({f"optimizer.{name}.{key}": value for key, value in entry.items()})
     tensors: dict[str, Tensor | Encoded] = {
         name: value for name, value in flat.items() if isinstance(value, Tensor | Encoded)
@@ -74,7 +78,8 @@ def template_of(
             like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
     pairs = zip(groups, values["param_groups"], strict=True)
-    return template, [{**now, **saved, "params": now["params"]} for now, saved in pairs]
+    own = {"params", "param_names"}  # which may have another order in it
+    return template, [{**now, **saved, **{key: now[key] for key in own & now.keys()}} for now, saved in pairs]
 
 
 def split(optimizer: Optimizer, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -134,7 +139,8 @@ def bytes_of_values(values: dict[str, Any]) -> bytes:
         read_values(io.BytesIO(memory.getvalue()))
     except (pickle.PickleError, AttributeError, TypeError):
         raise CheckpointError(
-            "extra or a parameter group holds an object, expected numbers, strings, lists, dicts and tensors"
+            "extra, a parameter group or the model's state holds an object, expected numbers, strings, lists, dicts "
+            "and tensors"
         ) from None
     return memory.getvalue()
 

@@ -139,8 +139,13 @@ def publish(part: Path, files: Files, keep: int, states: set[str | None]) -> tup
     pointer = _pointer_to(path, hashlib.sha256(manifest).hexdigest())
     states.add(pointer)  # also if a save ends before the checkpoint is named
     os.rename(part, path)
-    synchronize(folder)
-    replace_file(folder / _LATEST, lambda file: file.write(pointer.encode()))
+    try:
+        synchronize(folder)
+        replace_file(folder / _LATEST, lambda file: file.write(pointer.encode()))
+    except OSError:
+        if (there := look(folder)).digest is None or there.state != pointer:
+            os.rename(path, part)  # it was not named, and is deleted
+        raise
     for older in [other for other in _checkpoints(folder) if _run_of(other) in (run, None)][keep:]:
         with suppress(OSError):
             os.rename(older, _part_of(older))

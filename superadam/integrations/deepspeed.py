@@ -82,7 +82,7 @@ def _opened(folder: Path, model: nn.Module, optimizer: SpeculativeCPUAdam) -> tu
         checkpoint = ZeroCheckpoint(folder)
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"it has another layout than DeepSpeed 0.19.8 writes ({error!r}), convert it with ds_to_universal"
+            f"it has another layout than DeepSpeed 0.19.8 writes without tensor or pipeline parallelism ({error!r})"
         ) from error
     reshard(model)
     plain = {WRAPPERS.sub("", name): name for name in checkpoint.shapes}  # as it may be of a compiled model

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import secrets
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superadam.distributed import shards
+from superadam.host.files import synchronize
 from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
@@ -63,7 +65,7 @@ def save_fp32(
     ranks = CheckpointRanks(process_group, f"cannot write masters to {folder}", "", "nothing was written")
     model = unwrapped(model)
     path = ranks.run(lambda: Path(os.path.realpath(folder)))  # no symbolic link, which a folder cannot replace
-    part = path.with_name(f".{path.name}.part")
+    part = path.parent / f".{path.name}.{secrets.token_hex(8)}.part"  # another writer has its own
 
     tensors = ranks.run(lambda: _masters(model, optimizer))
     groups = arguments.unwrapped(optimizer).param_groups
@@ -72,7 +74,6 @@ def save_fp32(
     def begin() -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
-        shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
 
     ranks.on_first(begin)
@@ -107,7 +108,10 @@ def save_fp32(
             for kind in ("config", "generation_config"):
                 if hasattr(getattr(model, kind, None), "save_pretrained"):
                     getattr(model, kind).save_pretrained(part)
+            for each in (*part.iterdir(), part):
+                synchronize(each)
             part.replace(path)
+            synchronize(path.parent)
 
         ranks.on_first(publish)
     finally:
@@ -130,6 +134,8 @@ def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple
     with optimizer._encoded():
         state = optimizer.state_dict()["state"]
         entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters_of(optimizer))}
+    if entries.keys().isdisjoint(map(id, model.parameters())):
+        raise CheckpointError("the optimizer has none of the model's parameters, expected the model that it trains")
     named: dict[str, tuple[Tensor, Any]] = {}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,23 @@ class ZeroCheckpoint:
         path = self._path = folder / latest.read_text().strip() if latest.is_file() else folder
         self._is_universal = (path / UNIVERSAL).is_dir()
         files = [Path(UNIVERSAL, "optimizer_state.pt")] if self._is_universal else _shards_of(path)
-        models = [
-            _read(path / name) for name in _numbered(path, r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
-        ]
+        of_models = _numbered(path, r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
+        models = [_read(path / name) for name in of_models]
         shards = [_read(path / name) for name in files]
         self._shards = shards if self._is_universal else [shard["optimizer_state_dict"] for shard in shards]
         count = self._shards[0]["partition_count"]
         self._ranks: int = max(count) if isinstance(count, list) else count
-        if not self._is_universal and len(shards) != self._ranks:
-            raise CheckpointError(f"it has optim_states of {len(shards)} ranks, expected {self._ranks}; copy all of it")
+        for kind, names in (("optim_states", files), ("model_states", of_models)):
+            if "pp_rank" in str(names[0]) and len(names) != self._ranks:
+                raise CheckpointError(f"it has {kind} of {len(names)} ranks, expected {self._ranks}; copy all of it")
         self._is_cut = "fp32_flat_groups" in self._shards[0]
         # Adam's own state dict has this name in ZeRO-1 and 2, or this one in ZeRO-3, or only its groups were converted.
         self._adam = [each.get("base_optimizer_state", each.get("optimizer_state_dict", each)) for each in self._shards]
         self._groups = {number: group for group in self._adam[0]["param_groups"] for number in group["params"]}
-        for group in self._groups.values():
+        for number, group in self._groups.items():
+            entries = [each.get("state", {}).get(number, {}) for each in self._adam]
+            if len(counts := {float(entry["step"]) for entry in entries if "step" in entry}) > 1:
+                raise CheckpointError(f"its shards are of steps {sorted(counts)}, expected one save; copy all again")
             if not group.keys() & {"amsgrad", *CORRECTIONS} or group.keys() & {"max_grad_norm", "use_muon"}:
                 raise CheckpointError("it was trained with another optimizer, expected Adam or AdamW")
             is_corrected = all(group.get(key, True) for key in CORRECTIONS)
@@ -98,13 +102,13 @@ class ZeroCheckpoint:
         """Raise CheckpointError where the bytes of a file of this rank's share are not those that torch.save wrote."""
         paths = sorted([*self._path.glob("*.pt"), *(self._path / UNIVERSAL).rglob("*.pt")])
         for path in paths[rank::world_size]:
-            if not path.is_file() or not zipfile.is_zipfile(path):
-                continue  # if it is needed, `_read` refuses it
             try:
+                if not path.is_file() or not zipfile.is_zipfile(path):
+                    continue  # if it is needed, `_read` refuses it
                 with zipfile.ZipFile(path) as archive:
                     has_sums = any(entry.CRC for entry in archive.infolist())  # torch can be told to write none
                     damaged = archive.testzip() if has_sums else None
-            except zipfile.BadZipFile as error:
+            except (zipfile.BadZipFile, RuntimeError, ValueError, zlib.error) as error:
                 damaged = str(error)
             if damaged is not None:
                 raise CheckpointError(f"{path} is damaged; copy it again")
@@ -183,7 +187,8 @@ def _shards_of(path: Path) -> list[str]:
     parts = [name for name in os.listdir(path) if re.search(r"mp_rank_(?!00_)\d|^layer_|expert_", name)]
     if parts:
         raise CheckpointError(
-            f"{min(parts)} is of tensor, pipeline or expert parallelism; convert it with ds_to_universal"
+            f"{min(parts)} is of tensor, pipeline or expert parallelism, which is not read; experts of one rank are, "
+            "once ds_to_universal has converted them"
         )
     return _numbered(path, r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 

@@ -259,11 +259,38 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     for folder, (model, optimizer), words in (
         (tmp_path, training(), "not empty, expected a new folder; choose another one; nothing was written"),
         (tmp_path / "model", (shared, SpeculativeCPUAdamW(shared.parameters())), "share memory.*; nothing was written"),
+        (tmp_path / "model", (Model(), training()[1]), "has none of the model's parameters.*; nothing was written"),
+        ("/", training(), "not empty, expected a new folder; choose another one; nothing was written"),
         (b"bytes", training(), "TypeError: .*; nothing was written"),
     ):
         with refused(optimizer, CheckpointError, words):
             deepspeed.save_fp32(folder, model, optimizer)
     assert os.listdir(tmp_path) == ["other"]
+
+
+def test_masters_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    calls, replace = [], Path.replace
+    monkeypatch.setattr(os, "fsync", lambda at: calls.append(Path(os.readlink(f"/proc/self/fd/{at}")).suffix))
+    monkeypatch.setattr(Path, "replace", lambda *paths: calls.append("replace") or replace(*paths))
+    deepspeed.save_fp32(tmp_path / "model", *continued("zero3-2"))
+    assert calls == [".safetensors", ".part", "replace", ""]
+
+
+def test_two_writers_of_one_folder_do_not_mix(tmp_path, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    (model, optimizer), save_file = continued("zero3-2"), safetensors.save_file
+
+    def save(*arguments: Any) -> None:
+        monkeypatch.setattr(safetensors, "save_file", save_file)
+        deepspeed.save_fp32(tmp_path / "model", *continued("zero2-1"))
+        save_file(*arguments)
+
+    monkeypatch.setattr(safetensors, "save_file", save)
+    with refused(optimizer, CheckpointError, "Directory not empty.*; nothing was written"):
+        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    assert os.listdir(tmp_path) == ["model"]
+    Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
 
 
 def test_one_file_of_masters_is_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -333,6 +360,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no optimizer": ("zero2-2", "*optim*", Path.unlink, r"no files \*optim_states.pt, expected a checkpoint of ZeRO"),
     "no model": ("zero2-2", "*model_states*", Path.unlink, r"no files \*model_states.pt"),
     "a rank is missing": ("zero3-2", "*rank_1_mp_rank_00_optim*", Path.unlink, "optim_states of 1 ranks, expected 2"),
+    "a rank has no model": ("zero3-2", "*rank_1_mp_rank_00_model*", Path.unlink, "model_states of 1 ranks, expected 2"),
     "latest lies": ("zero2-2", "latest", lambda path: path.write_text("gone"), "No such file"),
     "cut off": ("zero2-1", "*optim*", lambda path: os.truncate(path, 900), "optim_states.pt is damaged"),
     "cut later": ("zero2-1", "*optim*", lambda path: os.truncate(path, 5000), "optim_states.pt is damaged"),
@@ -341,13 +369,13 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "zero2-1",
         "*model*",
         lambda path: shutil.copy(path, path.with_name("mp_rank_01_model_states.pt")),
-        "mp_rank_01_model_states.pt is of tensor, pipeline or expert parallelism; convert it with ds_to_universal",
+        "mp_rank_01_model_states.pt is of tensor, pipeline or expert parallelism, which is not read; experts",
     ),
     "another layout": (
         "zero2-1",
         "*model*",
         changed_model(lambda content: content.pop("param_shapes")),
-        r"another layout than DeepSpeed 0.19.8 writes \(KeyError\('param_shapes'\)\), convert it",
+        r"another layout than DeepSpeed 0.19.8 writes without tensor or pipeline parallelism \(KeyError",
     ),
     **{
         name: ("zero2-2", "*rank*optim*", changed_adam(change), sentence)
@@ -359,6 +387,12 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
             ("L2", lambda adam: adam["param_groups"][0].update(decoupled_weight_decay=False), "a SpeculativeCPUAdam;"),
         )
     },
+    "of two saves": (
+        "zero2-2",
+        "*rank_1*optim*",
+        changed_adam(lambda adam: adam["state"][0].update(step=torch.tensor(77.0))),
+        r"its shards are of steps \[3.0, 77.0\], expected one save",
+    ),
     "Adam of DeepSpeed": ("zero2-1", "*.pt", decayed_as_adam, r"that of Adam \(L2\), expected that of AdamW"),
     "mixed up": ("zero2-2/universal", "*model_states*", mixed_up, "ds_to_universal mixes .*, load the checkpoint it"),
     "a moment is missing": ("zero3-2", "exp_avg.pt", Path.unlink, "No such file"),

@@ -1,6 +1,7 @@
 """`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
 
 import contextlib
+import errno
 import functools
 import gc
 import os
@@ -188,14 +189,20 @@ def test_state_of_torch_comes_without_masters_and_goes_without(dtype, tmp_path):
     assert content(*back) == content(*same)
 
 
-def test_group_keys_that_the_file_lacks_stay(tmp_path):
+def test_group_keys_that_the_file_lacks_stay_and_names_of_parameters_do(tmp_path):
     model, optimizer = stepped(torch.optim.AdamW)
     for group in optimizer.param_groups:
         del group["maximize"]
+        group["param_names"] = [str(p.shape) for p in group["params"]]
     save(tmp_path, model, optimizer)
     other, other_optimizer = make(torch.optim.AdamW, seed=5, maximize=True)
+    for group in other_optimizer.param_groups:
+        group["params"].reverse()
+        group["param_names"] = [str(p.shape) for p in group["params"]]
     load(tmp_path, other, other_optimizer)
-    assert [group["maximize"] for group in other_optimizer.param_groups] == [True, True]
+    for group in other_optimizer.param_groups:
+        assert group["maximize"]
+        assert group["param_names"] == [str(p.shape) for p in group["params"]]
 
 
 @pytest.mark.parametrize("options", [{}, {"eps": 0.0, "max_grad_norm": 1.0}])
@@ -345,7 +352,7 @@ def test_wrapper_with_state_of_its_own_is_saved_itself_and_goes_on_from_a_link(k
     save(tmp_path / "run", *other)
 
 
-UNSAVEABLE = "extra or a parameter group holds an object, expected numbers"
+UNSAVEABLE = "extra, a parameter group or the model's state holds an object, expected numbers"
 NO_COUNT = r"keep is .*, expected a whole number of at least 1"
 
 
@@ -365,6 +372,14 @@ def test_what_cannot_be_saved_is_one_sentence(options, words, wait, pair, tmp_pa
     with pytest.raises(CheckpointError, match=words):
         save(tmp_path, model, **given)
     assert os.listdir(tmp_path) in ([], [".lock"])
+
+
+@pytest.mark.parametrize("key", ["slow.weights", 7])
+def test_state_whose_keys_would_not_come_back_is_refused(key, tmp_path):
+    model, optimizer = stepped(torch.optim.AdamW)
+    optimizer.state[model.first.bias][key] = torch.zeros(1)
+    with pytest.raises(CheckpointError, match=r"state of first.bias has the key .*, expected names without dots"):
+        save(tmp_path, model, optimizer)
 
 
 class Hooked(nn.Module):
@@ -430,6 +445,24 @@ def test_full_disk_is_one_sentence_and_the_older_one_stays(tmp_path):
 
     assert exit_code_of_child(fail) == 0
     assert load(tmp_path, *pair) == "older"
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_checkpoint_that_cannot_be_named_is_deleted(earlier, pair, tmp_path, monkeypatch):
+    replace = os.replace
+
+    def fail(*paths: Path) -> None:
+        if paths[1].name == "latest":
+            raise OSError(errno.ENOSPC, "planted")
+        replace(*paths)
+
+    for _ in range(earlier):
+        save(tmp_path, *pair)
+    before = {*tmp_path.rglob("*"), tmp_path / ".lock"}
+    monkeypatch.setattr(os, "replace", fail)
+    for _ in range(2):
+        assert "planted" in told_of_failure(tmp_path, lambda: save(tmp_path, *pair))
+        assert {*tmp_path.rglob("*")} == before
 
 
 def test_all_is_on_the_disk_before_it_has_its_name_and_that_before_it_is_latest(pair, tmp_path, monkeypatch):
