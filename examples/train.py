@@ -1,6 +1,6 @@
 """Trains a small transformer with superadam and checks every bit of it: the program behind `make demo`.
 
-    pip install "superadam[cli]"
+    pip install '.[cli]'
     python examples/train.py --steps 200 --verify --inject-nan 70 --out run
 
 It learns the sources of Python's standard library byte by byte. The optimizer works while backward runs. At the end a

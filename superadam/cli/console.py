@@ -10,7 +10,10 @@ from rich.table import Table
 
 
 class Console(rich.console.Console):
-    """Raises BrokenPipeError as any other error of its stream, instead of ending the process."""
+    """Prints words as they are, and raises BrokenPipeError as any other error of its stream instead of ending."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **how)
 
     def on_broken_pipe(self) -> None:
         """Raise what rich has caught."""

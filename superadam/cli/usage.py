@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class UsageError(Exception):
@@ -20,10 +22,16 @@ def require_modules(command: str, *modules: str, extra: str = "cli") -> None:
             raise UsageError(f"'superadam {command}' needs {module}; install it with: pip install 'superadam[{extra}]'")
 
 
+def writable(option: str, path: Path | None) -> None:
+    """Raise UsageError unless a file can be written, before what it is to hold is measured."""
+    if path is not None and not (path.parent.is_dir() and not path.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UsageError(f"{option} {path} cannot be written, expected a file in a folder that exists; name another")
+
+
 def count(word: str) -> int:
-    """Return a number of at least 1."""
-    if (value := int(word)) < 1:
-        raise argparse.ArgumentTypeError(f"{word} is below 1, expected a number of them")
+    """Return a number from 1 on that C's integers hold."""
+    if not 0 < (value := int(word)) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{word} is no number from 1 to {(1 << 31) - 1}, expected one")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from superadam.offload.needs import bytes_of_state
 from superadam.plan.machines import Machine
 from superadam.plan.memory import Memory, Setting, Subject, memory_of
 
@@ -29,13 +30,18 @@ def remedies(subject: Subject, setting: Setting, machine: Machine) -> list[Remed
         return Remedy(words, changed, memory) if memory.trains else None
 
     def each(base: Setting, before: str = "") -> list[Remedy]:
-        is_plain = (base.moments, base.master) == ("fp32", "fp32")
+        size = bytes_of_state(base.storage)
+        smaller = [replace(base, moments=moments, master=master) for moments, master in SMALLER]
         fewer = [base.sequences >> shift for shift in range(1, base.sequences.bit_length())]
         more = [base.ranks << shift for shift in range(1, 5)]
         kinds = [
             [(replace(base, loss="chunked"), "--loss chunked")],
             [(replace(base, checkpointing=True), "--checkpointing")],
-            [(replace(base, moments=a, master=b), f"--moments {a} --master {b}") for a, b in SMALLER if is_plain],
+            [
+                (one, f"--moments {one.moments} --master {one.master}")
+                for one in smaller
+                if bytes_of_state(one.storage) < size
+            ],
             [(replace(base, sequences=count), f"--batch {count}") for count in fewer],
             [(replace(base, ranks=count), f"--ranks {count}") for count in more],
             [(replace(base, flows=True), "--flow")],

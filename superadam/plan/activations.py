@@ -115,11 +115,12 @@ def peaks_of(
     `UnplannableError` where the model cannot be run so.
     """
     attention.register()
-    model, mode = recomputing(on_meta(config, attention.NAME), is_wanted=checkpointing), Live()
+    model, mode = on_meta(config, attention.NAME), Live()
     for tensor in (*model.parameters(), *model.buffers()):
         mode.add(tensor)
     begin, calls = mode.now, attention.calls
     try:
+        recomputing(model, is_wanted=checkpointing)
         with mode:
             run(model, torch.zeros(sequences, tokens, dtype=torch.long, device="meta"), loss, mode.enter)
     except Exception as error:

@@ -19,7 +19,7 @@ calls = 0  # since this was imported
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows, *([] if sinks is None else [sinks]))
         return output
@@ -34,7 +34,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, s_aux: Tensor | None = None, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, s_aux: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
     global calls
     calls += 1

@@ -101,11 +101,11 @@ class Step:
 
 def simulate(rates: Rates, work: Work) -> Step:
     """Return the mean of iterations, but for the first ones."""
-    runner, steps = _Runner(rates, work), []
-    for number in range(LEFT_OUT + COUNTED):
-        share = work.clipping.share
+    runner, steps, share = _Runner(rates, work), [], work.clipping.share
+    counted = 100 if 0 < share < 1 else COUNTED  # shares are met to 1 %
+    for number in range(LEFT_OUT + counted):
         steps.append(runner.iterate(math.floor((number + 1) * share) > math.floor(number * share)))
-    return Step(*(sum(each) / COUNTED for each in zip(*map(astuple, steps[LEFT_OUT:]), strict=True)))
+    return Step(*(sum(each) / counted for each in zip(*map(astuple, steps[LEFT_OUT:]), strict=True)))
 
 
 class _Runner:

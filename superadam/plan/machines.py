@@ -105,7 +105,7 @@ def _rate(what: str, row: Any) -> Rate:
     kinds = [kind.value for kind in Kind]
     if isinstance(row, dict) and {*row} == {"value", "kind", "source"} and row["kind"] in kinds:
         value, source = row["value"], str(row["source"])
-        is_zero_allowed = "reserved" in what or "per_bucket" in what
+        is_zero_allowed = what.split(" ")[0].endswith(("reserved", "per_bucket"))
         is_number = type(value) in (int, float) and (1e-30 < value < 1e30 or (is_zero_allowed and value == 0))
         if is_number and source.strip():
             return Rate(float(value), Kind(row["kind"]), source)

@@ -111,8 +111,11 @@ class Memory:
             ]
             found += sorted(over, key=lambda problem: -problem[2])
         if self.one_memory:
-            both = max(map(total, self.gpu.values())) + total(self.host[TRAINING])
-            found += [("GPU and host", TRAINING, both, self.gpu_limit)] if both > self.gpu_limit else []
+            loaded = total(self.gpu[FORWARD]) - self.gpu[FORWARD]["activations"]
+            for stage, categories in self.host.items():
+                is_loading = stage in (RESUMING, MAPPED)
+                both = total(categories) + (loaded if is_loading else self.gpu_limit - self.free)
+                found += [("GPU and host", stage, both, self.gpu_limit)] if both > self.gpu_limit else []
         return sorted(found, key=lambda problem: problem[1] in (SAVING, RESUMING, MAPPED))
 
     @property

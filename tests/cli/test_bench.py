@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from superadam.cli.bench import command, floor, passes
 from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest, times_of
 from superadam.cli.bench.passes import Setting
+from superadam.cli.console import Console
 from superadam.cli.traffic import bytes_per_element
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
@@ -232,6 +234,13 @@ def test_json_that_cannot_be_written_is_a_sentence(capsys):
     error = capsys.readouterr().err
     sentence = "cannot write the output: No space left on device; free some space or choose another place"
     assert error == f"superadam: {sentence}\n"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_json_is_there_where_nobody_reads_the_table(monkeypatch, tmp_path):
+    monkeypatch.setattr(Console, "print", Mock(side_effect=BrokenPipeError))
+    assert cli.main(["bench", "--threads", "1", "--json", str(tmp_path / "found.json")])
+    assert json.loads((tmp_path / "found.json").read_text())["passes"]
 
 
 def test_defaults_are_those_of_training():

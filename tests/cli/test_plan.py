@@ -9,9 +9,13 @@ import pytest
 from superadam.cli.main import build_parser, main
 from superadam.cli.plan import command
 
-pytest.importorskip("transformers")
+transformers: Any = pytest.importorskip("transformers")
 
-from support.presets import peaks_found_once  # noqa: F401
+from support.presets import peaks_found_once  # noqa: E402, F401
+
+from superadam.cli.console import Console  # noqa: E402
+from superadam.cli.plan.operations import operations  # noqa: E402
+from superadam.plan.models import on_meta  # noqa: E402
 
 SMALL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "num_hidden_layers": 4}
 SMALL |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -81,7 +85,22 @@ def test_measured_passes_are_a_machine(monkeypatch, tmp_path, folder, capsys):
     assert main(["plan", folder, "--seq", "64", "--machine", str(file), "--gpu-efficiency", "0.5"]) == 0
     status, _, err = said(capsys, "--measure", str(file))
     assert status == 2
-    assert "exists or has no folder, expected a new file; name another" in err
+    assert "exists, expected a new file; name another" in err
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 65, 200])
+def test_under_a_window_attention_looks_at_as_many_pairs_as_are_counted(tokens: int) -> None:
+    config = transformers.AutoConfig.for_model(
+        **SMALL | {"model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 4}, sliding_window=64, head_dim=8
+    )
+    pairs = sum(min(64, position) for position in range(1, tokens + 1))
+    found = operations(config, on_meta(config), 1, tokens, checkpointing=False).repeated
+    assert found == pytest.approx(0.5 * 4 * 8 * 4 * 4 * pairs, rel=0.04)  # 4 heads in 4 layers
+
+
+def test_words_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=80).print("GH200 [node 3] :smile: [/b]")
+    assert capsys.readouterr().out == "GH200 [node 3] :smile: [/b]\n"
 
 
 def test_presets_bring_their_setting() -> None:

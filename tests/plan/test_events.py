@@ -116,6 +116,14 @@ def test_faster_rates_make_no_step_longer(work: Work, name: str, factor: float) 
     assert simulate(faster, work).seconds <= simulate(RATES, work).seconds + a_bucket(RATES, work)
 
 
+def test_each_share_of_clipped_steps_costs_something() -> None:
+    work = Work([Bucket(1 << 24, 1.0)] * 4, 0.02, 0.02)
+    seconds = [
+        simulate(RATES, replace(work, clipping=Clipping(share))).seconds for share in (0, 0.02, 0.2, 0.25, 0.97, 1)
+    ]
+    assert seconds == sorted({*seconds})
+
+
 @given(work=works(), factor=st.floats(0.1, 0.95))
 def test_fewer_tokens_never_raise_tokens_per_second(work: Work, factor: float) -> None:
     fewer = replace(work, forward=factor * work.forward, backward=factor * work.backward)

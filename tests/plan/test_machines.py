@@ -37,6 +37,7 @@ def test_numbers_of_a_machine_have_sources(name: str, tmp_path: Path) -> None:
         ("download", "uploads", "has or lacks download"),
         ('kind = "published"', 'kind = "guessed"', "expected a table with value, kind"),
         ("value = 96e9", "value = -1", "gpu_memory of .* is"),
+        ("value = 96e9", "value = 0", "gpu_memory of .* is"),
         ("value = 96e9", "value = nan", "gpu_memory of .* is"),
         ("value = 96e9", "value = true", "gpu_memory of .* is"),
         *(("value = 96e9", f"value = {size}", "gpu_memory of .* is") for size in ("1e-300", "1" + "0" * 400)),
@@ -49,7 +50,7 @@ def test_numbers_of_a_machine_have_sources(name: str, tmp_path: Path) -> None:
 )
 def test_files_that_are_wrong_are_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
     text = to_toml(machines.read("gh200")).replace("9.6e+10", "96e9").replace("96000000000.0", "96e9")
-    file = tmp_path / "machine.toml"
+    file = tmp_path / "reserved.toml"  # as no rate is called that may be 0
     assert old in text
     file.write_text(text.replace(old, new, 1), errors="surrogateescape")
     with pytest.raises(UnplannableError, match=words):
@@ -83,7 +84,7 @@ def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
     for cost, which in enumerate(PASSES.values(), 1):
         compared = Comparison(1, Spread.of([1.0]), *[Spread.of([1e-6 * cost])] * 2)
         rows += [passes.PassResult(which, norm, setting, 1000, 0.0, Variant(32, 0), compared) for norm in (True, False)]
-    base = machines.read("gh200")
+    base = replace(machines.read("gh200"), title='"GH200"\\')
     machine = measured(base, rows, 10**9, "here")
     assert seconds_of(machine).fused == pytest.approx(4e-9)
     assert machine.host_memory.value == 1e9

@@ -15,7 +15,7 @@ from support.presets import PRESETS, peaks_found_once  # noqa: F401
 from superadam.integrations.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
-from superadam.plan.memory import RESUMING, TRAINING, Memory, Setting, Subject, memory_of, total
+from superadam.plan.memory import RESUMING, SAVING, TRAINING, Memory, Setting, Subject, memory_of, total
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,20 @@ def test_ranks_divide_what_they_shard_and_train_on_tokens_of_their_own() -> None
 def test_one_memory_holds_both(gpt_oss: Planned) -> None:
     subject, setting, _ = gpt_oss
     memory = memory_of(subject, setting, machines.read("mi300a"))
-    assert ("GPU and host", TRAINING) in [problem[:2] for problem in memory.problems]
+    problems = {stage: both for place, stage, both, _ in memory.problems if place == "GPU and host"}
+    assert problems[TRAINING] == total(memory.host[TRAINING]) + memory.gpu_limit - memory.free
+    assert problems[SAVING] > problems[TRAINING]
+    assert problems[RESUMING] > total(memory.host[RESUMING])
+
+
+def test_state_that_is_smaller_already_is_made_smaller_still() -> None:
+    subject, setting, memory = planned("llama-3.1-8b", "gh200", moments="8bit")
+    machine = machines.read("gh200")
+    smaller = memory_of(subject, replace(setting, master="24bit"), machine)
+    limit = (total(smaller.host[TRAINING]) + total(memory.host[TRAINING])) / 2
+    machine = replace(machine, host_memory=replace(machine.host_memory, value=limit))
+    words = [remedy.words for remedy in remedies(subject, setting, machine)]
+    assert [each for each in words if "--moments" in each] == ["--moments 8bit --master 24bit"]
 
 
 def test_accumulated_gradients_stay_on_the_gpu(gpt_oss: Planned) -> None:

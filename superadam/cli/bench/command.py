@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from superadam.cli.bench.passes import PASSES, Setting, measure
-from superadam.cli.usage import UsageError, require_modules
+from superadam.cli.usage import UsageError, count, require_modules, writable
 from superadam.kernels import native
 from superadam.state.storage import Master, Moments, Storage
 
@@ -29,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="Leave the machine alone while it runs.",
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set (the best one that can run)")
-    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (as many as training uses)")
+    parser.add_argument("--threads", type=count, metavar="N", help="number of threads (as many as training uses)")
     moments, masters = ([way.value for way in formats] for formats in (Moments, Master))
     parser.add_argument("--moments", choices=moments, default="fp32", help="how moments are stored (default: fp32)")
     parser.add_argument("--master", choices=masters, default="fp32", help="how masters are stored (default: fp32)")
@@ -48,13 +47,11 @@ def setting_of(
     runnable = native.available_isas()
     if isa is not None and isa not in runnable:
         raise UsageError(f"--isa {isa} cannot run on this machine; choose from {', '.join(runnable)}")
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads} is below 1; name at least one thread")
     try:
-        isa, threads = isa or native.active_isa(), threads or native.get_num_threads()
+        usual = native.active_isa(), native.get_num_threads()  # which the report tells in any case
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Setting(isa, threads, Storage(Moments(moments), Master(master)))
+    return Setting(isa or usual[0], threads or usual[1], Storage(Moments(moments), Master(master)))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,21 +64,18 @@ def run(arguments: argparse.Namespace) -> int:
     from superadam.cli.bench import report
     from superadam.cli.console import Console
 
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UsageError(f"--json {arguments.json} is in a directory that does not exist; make {arguments.json.parent}")
-    if arguments.json is not None and (arguments.json.is_dir() or not os.access(arguments.json.parent, os.W_OK)):
-        raise UsageError(f"--json {arguments.json} cannot be written to, expected a file; name another")
+    writable("--json", arguments.json)
     setting, rows = setting_of(arguments.isa, arguments.threads, arguments.moments, arguments.master), []
     with Console(stderr=True).status("warming up") as status:
         for row in measure(NUMEL, setting, PAIRS):
             rows.append(row)
             status.update(f"{len(rows)} of {len(PASSES)} passes")
     environment, console = report.environment(), Console()
-    console.print(report.line_of(environment), highlight=False)
-    console.print(report.passes_table(setting, rows))
-    for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS)):
-        console.print(line, style="dim", highlight=False)
-    if arguments.json is not None:
+    if arguments.json is not None:  # first: the reader of the table may end before all of it is printed
         found = {"environment": environment, "passes": [report.pass_as_json(row) for row in rows]}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    console.print(report.line_of(environment))
+    console.print(report.passes_table(setting, rows))
+    for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS)):
+        console.print(line, style="dim")
     return 0

@@ -90,7 +90,7 @@ def comparisons_table() -> Table:
 def add_section(table: Table, title: str) -> None:
     """Begin a group of rows."""
     table.add_section()
-    table.add_row(f"[bold]{title}")
+    table.add_row(title, style="bold")
 
 
 def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float | None = None) -> None:

@@ -32,7 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: the file is no configuration of DeepSpeed.
     """
-    sys.stdout.write(translated(_read(arguments.config)))
+    try:
+        sys.stdout.write(translated(_read(arguments.config)))
+    except RecursionError as error:
+        raise UsageError(f"{arguments.config} is nested too deeply, expected a configuration of DeepSpeed") from error
     return 0
 
 
@@ -49,8 +52,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is no text ({error.reason}), expected JSON; pass the file of DeepSpeed") from error
     except ValueError as error:  # of int()
         raise UsageError(f"{path} has a number of thousands of digits, expected one that DeepSpeed has") from error
-    except RecursionError as error:
-        raise UsageError(f"{path} is nested too deeply, expected a configuration of DeepSpeed") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path} holds a {type(config).__name__}, expected an object; pass the file of DeepSpeed")
     return config

@@ -11,6 +11,7 @@ from superadam.cli.plan.rates import rates_of
 from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
 from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
+from superadam.plan.activations import FORWARD, HEAD
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Kind, Machine
 from superadam.plan.memory import MOST_TOKENS, SIZE, Memory, Setting, Subject, memory_of, placement_of, total
@@ -94,7 +95,8 @@ def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memo
     )
     free = max(0, memory.free) if work.room is None and not setting.flows else 0
     resident, work, step = placed(rates, work, parts, placement, free, state)
-    fixed = total(memory.gpu["forward"]) + (state + SIZE) * work.numel
+    forward, head = (total(memory.gpu[stage]) for stage in (FORWARD, HEAD))
+    fixed = max(forward + SIZE * work.numel, head) + state * work.numel  # with all gradients, or the loss
     on_gpu = None
     if fixed <= memory.gpu_limit and not setting.flows:
         on_gpu = step.clock + (work.resident + 2 * SIZE) * work.numel / rates.memory

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from superadam.cli.usage import UsageError, count, require_modules, share
+from superadam.cli.usage import UsageError, count, require_modules, share, writable
 from superadam.plan import UnplannableError, machines
 from superadam.state.storage import Master, Moments
 
@@ -101,16 +101,16 @@ def show(answer: Any) -> None:
     from superadam.cli.plan import report
 
     console = Console()
-    console.print(report.title(answer), highlight=False)
+    console.print(report.title(answer))
     console.print(report.memory_table(answer))
     for line in report.verdict(answer):
-        console.print(line, style="bold", highlight=False)
+        console.print(line, style="bold")
     if answer.timings:
         console.print(report.time_table(answer))
         for line in report.picture(answer.timings[len(answer.timings) // 2]):
-            console.print(line, highlight=False, no_wrap=True)
+            console.print(line, no_wrap=True)
     for line in report.notes(answer):
-        console.print(line, style="dim", highlight=False)
+        console.print(line, style="dim")
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -122,12 +122,13 @@ def _measure(arguments: argparse.Namespace) -> int:
     from superadam.host.machine import Host
     from superadam.host.memory import HostMemory
 
-    if arguments.measure.exists() or not arguments.measure.parent.is_dir():
-        raise UsageError(f"--measure {arguments.measure} exists or has no folder, expected a new file; name another")
+    writable("--measure", arguments.measure)
+    if arguments.measure.exists():
+        raise UsageError(f"--measure {arguments.measure} exists, expected a new file; name another")
     base = machines.read(arguments.machine or "gh200")
     with Console(stderr=True).status("measuring passes"):
         rows = list(measure(NUMEL, setting_of(), PAIRS))
     source = f"superadam bench: {line_of(environment())}"
     machine = measured(base, rows, HostMemory.of(Host()).limit, source)
-    arguments.measure.write_text(to_toml(machine))
+    arguments.measure.write_text(to_toml(machine), "utf-8")
     return 0

@@ -42,7 +42,8 @@ def operations(
     config: PreTrainedConfig, model: nn.Module, sequences: int, tokens: int, *, checkpointing: bool
 ) -> Operations:
     """Count what a micro-batch computes; `model` may be meta."""
-    visited = getattr(config, "num_experts_per_tok", 0) / (experts_of(config) or 1)
+    experts = experts_of(config)
+    visited = (getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     is_tied = inner.weight is outer.weight
     work = {
@@ -54,8 +55,8 @@ def operations(
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(tokens, getattr(config, "sliding_window", None) or tokens)
-    seen = {kind: tokens * window if "sliding" in kind and window < tokens else tokens**2 / 2 for kind in set(kinds)}
-    scores = sequences * width * 4.0 * sum(seen[kind] for kind in kinds)
+    seen = [window if "sliding" in kind else tokens for kind in kinds]  # at most, of a token
+    scores = sequences * width * 4.0 * sum(most * (tokens - most / 2) for most in seen)
     linear = 2.0 * sum(work.values()) * sequences * tokens
     head = 2.0 * outer.weight.numel() * sequences * tokens
     again = (linear - head + scores) * checkpointing + 0.5 * scores

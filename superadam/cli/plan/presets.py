@@ -77,11 +77,13 @@ def config_of(model: str) -> PreTrainedConfig:
         value = None
         with suppress(Exception):  # that it differs between layers
             value = getattr(config, name, None)
-        each = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        if not all(type(count) is int and count >= 0 for count in each):
+        if value is not None and (type(value) is not int or value < 0):
             raise UnplannableError(f"{name} of {model} is {value!r}, expected a whole number; correct its config.json")
-    if not 0 < (layers := getattr(config, "num_hidden_layers", 1)) <= MOST_LAYERS:
-        raise UnplannableError(f"{model} has {layers} layers, expected 1 to {MOST_LAYERS}; correct its config.json")
+    if not 0 < (layers := getattr(config, "num_hidden_layers", None) or 0) <= MOST_LAYERS:
+        raise UnplannableError(
+            f"{model}, a {config.model_type}, has {layers} layers, expected 1 to {MOST_LAYERS}; correct its "
+            "config.json, or plan its text_config alone"
+        )
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it is trained in 16 bits
     return config

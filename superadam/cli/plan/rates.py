@@ -67,7 +67,10 @@ def to_toml(machine: Machine) -> str:
         return f'{name} = {{ value = {rate.value!r}, kind = "{rate.kind.value}", source = {source} }}'
 
     passes = machine.passes or {}
-    lines = [f'title = "{machine.title}"', f"one_memory = {str(machine.one_memory).lower()}"]
+    lines = [
+        f"title = {json.dumps(machine.title, ensure_ascii=False)}",
+        f"one_memory = {str(machine.one_memory).lower()}",
+    ]
     lines += [line(name, rate) for name, rate in machine.rates.items() if name not in passes]
     lines += ["", "[passes]", *(line(name, rate) for name, rate in passes.items())] if passes else []
     return "\n".join(lines) + "\n"

@@ -95,7 +95,7 @@ def verdict(answer: Answer) -> Iterator[str]:
         seconds = memory.waiting / answer.machine.upload.value
         yield (
             f"{gigabytes(memory.waiting)} of new values have no room on the GPU: they wait on the host, and their "
-            f"publication over the link takes {seconds:.3f} s{LETTERS[answer.machine.upload.kind]} of each step"
+            f"publication over the link takes {seconds:.3f}{LETTERS[answer.machine.upload.kind]} s of each step"
         )
     if memory.cut:
         names = ", ".join(memory.cut[:3]) + (f" and {len(memory.cut) - 3} more" if len(memory.cut) > 3 else "")
