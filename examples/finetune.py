@@ -1,6 +1,6 @@
 """Full fine-tuning of a causal language model on JSON lines, with TRL's SFTTrainer and superadam.
 
-    pip install "superadam[finetune]"
+    pip install '.[finetune]'
     python examples/finetune.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name data.jsonl --output_dir out
 
 A line has `messages`, `prompt` and `completion`, or `text`. Everything else is an option of TRL's SFTConfig,
@@ -108,12 +108,14 @@ def start_of(training: SFTConfig) -> str | None:
         distributed_checkpoint.latest(folder)  # it has none of these, but looks whether ranks share it
     numbered = [path for path in folder.glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
     newest = max(filter(is_whole, numbered), key=lambda path: int(path.name.partition("-")[2]), default=None)
-    if resume == "auto":
-        return None if newest is None else str(newest)
     if newest is not None and resume is None:
         advice = "continue it with --resume_from_checkpoint auto, or choose another --output_dir"
         raise RefusedError(f"{newest} is of another run; {advice}")
-    return str(resume) if resume is not None else None
+    start = newest if resume == "auto" or resume is None else Path(resume)
+    if start is not None and not (start / "scheduler.pt").is_file():  # --save_only_model
+        advice = "name it as --model_name_or_path, and choose another --output_dir"
+        raise RefusedError(f"{start} holds a model alone, with which no run goes on as it was; {advice}")
+    return None if start is None else str(start)
 
 
 def report(trainer: SFTTrainer) -> None:
@@ -127,7 +129,7 @@ def report(trainer: SFTTrainer) -> None:
     print(f"peak memory: {peaks}{rate}")
     if "superadam_committed" in last:
         done, clipped, skipped = (last[f"superadam_{name}"] for name in ("committed", "clipped", "skipped"))
-        counts = f"{done + clipped} applied, {clipped} of them clipped, {skipped} skipped"
+        counts = f"{done + clipped} applied, {f'{clipped} of them clipped, ' * (clipped > 0)}{skipped} skipped"
         print(f"steps: {counts}; hidden: {last['superadam_hidden_share']:.0%} of the optimizer's work")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superadam import gpu
 from superadam.devices.flat import FlatLayout
-from superadam.devices.interface import ChunkSums, Device, Event, Stream
+from superadam.devices.interface import AllEvents, ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import CudaRegistrar, PinnedMemory
 from superadam.devices.worker import Work, Worker
 from superadam.host import cores
@@ -25,6 +25,7 @@ from superadam.host.memory import HostMemory, HostNeeds
 from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
+from superadam.kernels.torch_private import is_short_of_memory
 
 _logger = logging.getLogger("superadam")
 
@@ -141,14 +142,23 @@ class CudaDevice(Device):
         with self._cuda.device(self.device), self._cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
-    def record(self, stream: Stream) -> torch.cuda.Event:
-        event: torch.cuda.Event = self._cuda.Event(blocking=True)  # waiting for it sleeps
-        event.record(self._stream(stream))
+    def record(self, stream: Stream) -> Event:
+        """Return an event; where the driver has no memory for one, what was enqueued is done already."""
+        try:
+            event: torch.cuda.Event = self._cuda.Event(blocking=True)  # waiting for it sleeps
+            event.record(self._stream(stream))
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            self._stream(stream).synchronize()
+            return AllEvents()
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         waiting = self._stream(stream)
-        if not hasattr(event, "wait_event"):
+        if isinstance(event, AllEvents):
+            event.synchronize()
+        elif not hasattr(event, "wait_event"):
             waiting.wait_event(event)  # type: ignore[arg-type]
         elif event != waiting:  # a stream, from `mark_ready`
             waiting.wait_stream(event)  # type: ignore[arg-type]

@@ -158,7 +158,9 @@ class GradientHandle(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if self.grad_fn is not None:  # as in torch, which refuses it
             return Tensor.as_subclass(self, Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
-        copy = _value(self).detach().clone()
+        if id(self) in memo:  # torch copies the gradient of a tensor without asking
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copy = memo[id(self)] = _value(self).detach().clone()
         return copy.requires_grad_() if self.requires_grad else copy  # transforms refuse any call of requires_grad_()
 
     @_ordinarily
@@ -190,7 +192,7 @@ def _memory(handle: GradientHandle) -> Tensor:
 def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
     """Give the handle itself the memory of an ordinary tensor, and return another tensor with that memory."""
     with torch_private.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
-        given = memory.detach()
+        given = Tensor.detach(memory)
         try:
             torch.Tensor.data.__set__(handle, given)  # type: ignore[attr-defined]
         except RuntimeError:  # torch gives no subclass memory of a PrivateUse1 backend: the handle forwards to `given`
@@ -237,7 +239,7 @@ for _name in ("__dlpack__", "apply_", "as_subclass", "data_ptr", "map2_", "map_"
     _forward(_name, _memory)
 if hasattr(Tensor, "const_data_ptr"):  # in newer releases of torch
     _forward("const_data_ptr", _memory)
-for _name in ("__format__", "__repr__", "tolist"):
+for _name in ("__bool__", "__complex__", "__float__", "__format__", "__index__", "__int__", "__repr__", "tolist"):
     _forward(_name, _value)
 for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"):
     _return_gradient_from(f"__i{_name}__")
@@ -278,8 +280,9 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value
 
     result = operation(*map_tensors(args, ordinary), **map_tensors(kwargs, ordinary))
-    dense = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided] if memory else []
-    if any(storage_key(tensor.untyped_storage()) in memory for tensor in dense):  # although the schema says otherwise
+    # Although the schema says otherwise: sparse tensors have the very values that they are made of.
+    found = tensors_in(result) if memory else []
+    if any(it.layout is not torch.strided or storage_key(it.untyped_storage()) in memory for it in found):
         for handle in read:
             _memory(handle)
         return _run(operation, args, kwargs)

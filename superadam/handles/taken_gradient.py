@@ -382,7 +382,7 @@ class TakenGradient:
                 return self.given
             with torch_private.inference_mode(False):  # inference tensors have no version counters
                 value = self.value()
-                given = self._copy_of(value, self.dtype) if value is self.pending else value
+                given = (self._copy_of(value, self.dtype) if value is self.pending else value).data  # of version 0
                 self.forward_to(given)
             parameter: Any = self.parameter
             gradient: Any = getattr(parameter, "grad", None)

@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import SaveStrategy
 except ImportError as error:
     raise ImportError(
         f"superadam.integrations.stopping needs transformers ({error}); install superadam[finetune]"
@@ -58,6 +59,19 @@ class SavesOnSignal(TrainerCallback):
         """Save and stop, if a rank was asked to; not after the last step, which ends training anyway."""
         if self._agreed() and state.global_step < state.max_steps:
             self.has_stopped = control.should_save = control.should_training_stop = True
+            control.should_evaluate &= args.save_strategy != SaveStrategy.BEST  # else it decides whether to save
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the checkpoint of a run that stops: the Trainer would load the best one, and might delete this."""
+        if self.has_stopped:
+            state.best_model_checkpoint = None
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Neither evaluate nor save once more where training stops within an epoch."""
+        if self.has_stopped and state.epoch % 1:
+            control.should_save = control.should_evaluate = False
 
     def _agreed(self) -> bool:
         """Whether some rank had been asked one step ago; of one rank, whether it is asked now."""

@@ -104,6 +104,8 @@ def _check_way_of_training(trainer: Trainer) -> None:
         version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
         if version != 2:
             raise RuntimeError(f"the Trainer uses FSDP{version}, whose shards a scheduler cannot follow; {instead}")
+    elif getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return  # sharded when it was loaded, by fully_shard; else the scheduler refuses it
     elif trainer.args.parallel_mode == ParallelMode.DISTRIBUTED and trainer.args.world_size > 1:
         if trainer.args.device.type == "cpu" and (trainer.args.fsdp or "ACCELERATE_USE_FSDP" in os.environ):
             raise RuntimeError(
@@ -224,7 +226,10 @@ def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> Specul
         )
     defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
     kind = SpeculativeCPUAdamW if type(optimizer) is torch.optim.AdamW else SpeculativeCPUAdam
-    return kind(optimizer.param_groups, **(defaults | storage))
+    made = kind(optimizer.param_groups, **(defaults | storage))
+    hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+    vars(made).update(hooks)  # these objects themselves, so that handles remove them
+    return made
 
 
 def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:

@@ -19,13 +19,10 @@ def unwrapped(optimizer: SpeculativeCPUAdam) -> SpeculativeCPUAdam:
 
     Raises TypeError unless it is a `SpeculativeCPUAdam`.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    inner = inner if isinstance(inner, SpeculativeCPUAdam) else optimizer  # ours may have an attribute of that name
+    held = getattr(optimizer, "optimizer", optimizer)
+    inner = held if isinstance(held, SpeculativeCPUAdam) else optimizer  # ours may have an attribute of that name
     if not isinstance(inner, SpeculativeCPUAdam):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first, or pass the "
-            "one that a wrapper holds"
-        )
+        raise TypeError(f"optimizer is a {type(held).__name__}, expected a SpeculativeCPUAdam; make one first")
     return inner
 
 

@@ -36,7 +36,7 @@ class Pipeline:
     Attributes:
         transaction: changes only while nothing is under way.
         awaited_at: when the training thread last began to wait for the worker, by `time.perf_counter()`; inf if it has
-            not in this step.
+            not since the last bucket, without which backward had not ended.
         worker: idle, it commits accepted gradients.
     """
 
@@ -64,7 +64,7 @@ class Pipeline:
         """
         transaction = self.transaction
         assert transaction is not None
-        begin, gradients = time.perf_counter(), bucket.gradients
+        begin, gradients, self.awaited_at = time.perf_counter(), bucket.gradients, math.inf
         for event in bucket.made:
             self._device.wait(Stream.CURRENT, event)
         if self._device.can_update:
@@ -126,7 +126,7 @@ class Pipeline:
     ) -> None:
         """Speculate on a bucket, which starts the upload of its new values; runs in the worker."""
         self._wait_for(arrived, is_awaited)
-        begin, is_able = time.perf_counter(), any(record.slot for record in pending.values())
+        begin, has_state = time.perf_counter(), any(piece.state.has_state for piece in pending)
         self.predictor.total = transaction.table.numel
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
         for piece, record in pending.items():
@@ -147,7 +147,7 @@ class Pipeline:
         self._statistics.waiting_buckets += not written
         tell("tracing", self._trace.add, "gradients to host", "download", sent_at, begin, elements=elements)
         self._tell_of_work("adam" if written else "norm", begin, elements)
-        if is_able and self._device.can_update:  # else the step will create state, which says little of later ones
+        if has_state and self._device.can_update:  # else the step will create state, which says little of later ones
             end = time.perf_counter()
             work = Work(elements, end, end - begin, is_hidden, waits=not written)
             tell("timing work for the placement", self._autotuner.add_work, work)

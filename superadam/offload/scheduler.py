@@ -253,11 +253,10 @@ class OffloadScheduler(GradientHolder):
             tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
-            awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
             tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
                 update_seconds = counts.resolve_seconds - resolve_seconds
-                if tell("choosing the placement", self._autotuner.choose, awaited_at, update_seconds):
+                if tell("choosing the placement", self._autotuner.choose, self._pipeline.awaited_at, update_seconds):
                     tell("choosing the placement", self._apply_placement)
             if counts.displaced > displaced:
                 tell("choosing the placement", self._make_room)
@@ -276,7 +275,8 @@ class OffloadScheduler(GradientHolder):
         waiting = self._transfers.bytes_without_room()
         if waiting:
             with suppress(MemoryError):  # then they wait in pageable memory
-                self._device.reserve(replace(self._needs, shadows=max(self._needs.shadows, waiting)))
+                shadows = max(self._needs.shadows, waiting)
+                self._device.reserve(replace(self._needs, shadows=shadows, present=self._needs.total))
 
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
@@ -290,7 +290,7 @@ class OffloadScheduler(GradientHolder):
 
     def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
         with self._lock():
-            return self._pipeline is not None and self._pipeline.add(total, taken.owner(), new)
+            return self._pipeline is not None and not self._closed and self._pipeline.add(total, taken.owner(), new)
 
     def _was_given_back(self, taken: TakenGradient) -> None:
         self.statistics.given_back_gradients += self._bucketer.forget(taken)
@@ -331,8 +331,8 @@ class OffloadScheduler(GradientHolder):
         travelling = [piece for piece in self._autotuner.order if piece not in resident]
         self._bucketer.last = travelling[-1] if travelling and resident else None
         self._transfers.staged_numel = self.placement.bucket_numel
-        if self._resident is not None:
-            self._resident.bring_home(piece for piece in pieces_of(states) if piece not in resident)
+        if self._transaction is not None:
+            self._transaction.table.bring_home(piece for piece in pieces_of(states) if piece not in resident)
 
     def _make_room(self) -> None:
         before = self.placement.gpu_buckets

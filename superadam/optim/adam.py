@@ -542,12 +542,13 @@ class SpeculativeCPUAdam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load `param_groups` and `state` from a pickle, a deep copy or `load_state_dict`."""
         values = dict(state)
-        published = values.pop("state")  # a property here: it must not land in __dict__
+        published = values.pop("state", None)  # a property here: it must not land in __dict__
         arriving = self.__dict__.get("_arriving")
         with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
             super().__setstate__(values)
             _lighten_step(type(self))
-            self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
+            if published is not None:  # else it stays, as in torch
+                self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
 
     @_whole
     def __getstate__(self) -> dict[str, Any]:

@@ -160,16 +160,25 @@ class ParameterTable:
     def create_state(self, states: Sequence[ParameterState], each: Sequence[Hyperparameters]) -> None:
         """Create what a step of these parameters reads and writes, where they lack any of it.
 
-        Raises ValueError, and creates nothing, where one cannot have a largest second moment.
+        Creates nothing if it raises, as ValueError where one cannot have a largest second moment.
         """
         for state, hyper in zip(states, each, strict=True):
             if hyper.amsgrad:
                 state.check_largest()
-        for state, hyper in zip(states, each, strict=True):
-            if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
-                self.bring_home(state.pieces)
-                state.create_state(with_max=hyper.amsgrad)
-                self.is_published[state.row] = False
+        created: list[tuple[ParameterState, list[str]]] = []
+        try:
+            for state, hyper in zip(states, each, strict=True):
+                if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
+                    self.bring_home(state.pieces)
+                    created.append((state, [key for key in TENSORS if getattr(state, key) is None]))
+                    state.create_state(with_max=hyper.amsgrad)
+        except BaseException:  # as of memory
+            for state, keys in created:
+                for key in keys:
+                    state.forget(key)
+            raise
+        for state, _ in created:
+            self.is_published[state.row] = False
 
     def adopt_outside_write(self, state: ParameterState, *, is_final: bool) -> None:
         """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is.

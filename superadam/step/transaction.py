@@ -190,7 +190,6 @@ class Transaction:
         """Give lists for uncertain elements to the records whose interval the test covers."""
         chosen = []
         for piece, record, is_covered in zip(pieces, pending, covered, strict=True):
-            record.listed = None
             if not is_covered or not piece.is_narrow or not (record.slot and record.slot.shadow.takes_patches):
                 record.interval = None
             else:
@@ -539,7 +538,7 @@ class Transaction:
     def norm_so_far(self) -> float:
         """Return the norm of the gradients that wait for a verdict, as they arrived."""
         with deferred_signals(), self.lock:
-            return self.table.norm.total if self._members[Phase.SPECULATED] else 0.0
+            return self.table.norm.total
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""

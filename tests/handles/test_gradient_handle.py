@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from superadam import SpeculativeCPUAdam
 from superadam.handles.gradient_handle import GradientHandle, is_exclusive, is_held, take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 
@@ -174,6 +175,11 @@ def _graph_of_edited(parameter: Any, edit: Callable[[Any], object] = lambda para
     edit(parameter)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         graph.backward()
+
+
+def _sparse(parameter: Any) -> Tensor:
+    flat = parameter.grad if parameter.dim() else parameter.grad.view(1)
+    return torch.sparse_coo_tensor(torch.arange(len(flat))[None], flat)
 
 
 def _through_graph(p: Tensor, multiply: Callable[[Tensor, Tensor], object]) -> Any:
@@ -340,6 +346,7 @@ RECORDED: dict[str, Operation] = {
 
 READ: dict[str, Operation] = {
     "refused data": lambda p, held: _set_data(p, torch.eye(3).to_sparse()),
+    "in a list": lambda p, held: () if p.dim() else (torch.tensor([p.grad, p.grad]), bool(p.grad)),
     "norm": lambda p, held: p.grad.norm(),
     "norm 3": lambda p, held: p.grad.norm(3),
     "norm of rows": lambda p, held: torch.linalg.vector_norm(p.grad, dim=0),
@@ -428,6 +435,7 @@ WRITTEN: dict[str, Operation] = {
     "data of an alias in .grad": lambda p, held: _data_of_an_alias_in_grad(p, is_written=False),
     "data of an alias in .grad that was written to": lambda p, held: _data_of_an_alias_in_grad(p, is_written=True),
     "data of what was written to": lambda p, held: _data_of_what_was_written_to(p),
+    "values of a sparse tensor": lambda p, held: _sparse(p)._values().mul_(0.5),
     "write that no schema tells": lambda p, held: torch.ops.superadam_hides.write(p.grad),
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
     "others in lists": lambda p, held: _versions_of_others(p),
@@ -722,11 +730,14 @@ def test_gradient_that_no_longer_fits_the_parameter_stays() -> None:
 
 
 @pytest.mark.parametrize("give_back", [lambda p: p.grad.add_(1), lambda p: _set_data(p, torch.ones(8, 6))])
-def test_versions_do_not_run_backwards(give_back: Callable[[Any], object]) -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_versions_do_not_run_backwards(give_back: Callable[[Any], object], is_read: bool) -> None:
     ours, theirs, _owner = pair_for(torch.ones(8, 6))
     versions: list[list[int]] = [[], []]
     for parameter, seen in zip((ours, theirs), versions, strict=True):
         for change in (
+            lambda p: p.grad,
+            lambda p: is_read and p.grad.untyped_storage(),
             lambda p: p.grad.mul_(2),
             give_back,
             lambda p: p.grad.mul_(2),
@@ -782,6 +793,17 @@ def test_modules_are_converted_as_with_ordinary_gradients(conversion: str, swap:
         if not accumulates:
             is_kept = conversion.startswith(("no change", "layout"))
             assert [taken_of(p.grad) is not None for p in ours] == [is_kept] * 2
+
+
+def test_a_leaf_and_its_gradient_are_copied_together() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.grad = torch.ones(3)
+    SpeculativeCPUAdam([leaf]).speculate()
+    both, reverse = copy.deepcopy([leaf, leaf.grad]), copy.deepcopy([leaf.grad, leaf])
+    assert both[0].grad is both[1]
+    assert reverse[1].grad is reverse[0]
+    with pytest.raises(TypeError):
+        leaf.grad.data = 1
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")

@@ -115,7 +115,7 @@ def test_the_loss_falls_and_the_costs_are_told(whole):
     assert losses[-1] < 0.8 * losses[0]
     assert sum("eval_loss" in entry for entry in logged(out)) == 2
     assert re.search(r"peak memory: host \d+\.\d\d GB; [\d,]+ tokens/s\n", printed)
-    applied = rf"steps: {STEPS} applied, \d+ of them clipped, 0 skipped"
+    applied = rf"steps: {STEPS} applied, (\d+ of them clipped, )?0 skipped"
     assert re.search(rf"{applied}; hidden: \d+% of the optimizer's work", printed)
     if CAN_OVERLAP:
         assert accepted_in(out) > 0

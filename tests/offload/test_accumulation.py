@@ -174,6 +174,25 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
                 assert same_bits(flat(parameter, parameter), one.shown)
 
 
+def test_sums_that_are_kept_over_the_end_of_a_scheduler_are_added_to() -> None:
+    class LinkedDevice(ThreadDevice):
+        has_link = True
+
+        def is_host(self, tensor: torch.Tensor) -> bool:
+            return tensor.dtype == torch.float32
+
+    with overlapped(torch.bfloat16, device=LinkedDevice()) as (model, optimizer, scheduler):
+        with scheduler.accumulate(torch.float32):
+            loss_of(model, 0).backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        optimizer.zero_grad()
+    for parameter, gradient in zip(model.parameters(), kept, strict=True):
+        parameter.grad = gradient
+    loss_of(model, 1).backward()
+    assert optimizer.step() is None
+    assert optimizer.last_outcome.grad_norm > 0
+
+
 def test_adding_to_sums_after_a_step_leaves_what_is_to_be_committed() -> None:
     ends = []
     for commits in (False, True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.overlap import loss_of, overlapped, train
+from support.overlap import EagerSimulatedDevice, loss_of, overlapped, train
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -276,19 +276,22 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
 
 
 def test_work_says_what_was_only_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes after a NaN is not speculated on."""
+    """What comes after a NaN is not speculated on, nor parameters that a program has written to."""
     waits: list[bool] = []
     monkeypatch.setattr(Autotuner, "add_work", lambda self, work: waits.append(work.waits))
     seen, options = [], {"device": SimulatedDevice(0), "bucket_numel": 64, "gpu_buckets": 0}
     with overlapped(torch.bfloat16, max_grad_norm=None, **options) as (model, optimizer, scheduler):
-        for factor in (1.0, 1.0, math.nan):
+        for factor in (1.0, 1.0, math.nan, 1.0):
+            if seen[2:]:
+                with torch.no_grad():
+                    torch._foreach_clamp_max_([*model.parameters()], 9.0)
             (loss_of(model, 0) * factor).backward()
             scheduler._catch_up()
             optimizer.step()
             optimizer.zero_grad()
             seen.append(set(waits))
             waits.clear()
-    assert seen == [set(), {False}, {False, True}]
+    assert seen == [set(), {False}, {False, True}, {True}]
 
 
 def test_a_wait_counts_in_its_own_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +305,17 @@ def test_a_wait_counts_in_its_own_step_alone(monkeypatch: pytest.MonkeyPatch) ->
             waits.append(scheduler.statistics.waited_seconds > before)
     assert {*waits} == {False, True}
     assert [math.isfinite(one) for one in awaited] == waits
+
+
+def test_a_wait_before_the_last_bucket_is_not_that_at_the_end_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited: list[float] = []
+    monkeypatch.setattr(Autotuner, "choose", lambda self, awaited_at, seconds: awaited.append(awaited_at))
+    options = {"device": EagerSimulatedDevice(1, 1.0), "bucket_numel": 64, "gpu_buckets": 0}
+    with overlapped(torch.bfloat16, **options) as (model, optimizer, scheduler):
+        middle = model[2].weight
+        middle.register_post_accumulate_grad_hook(lambda _: setattr(scheduler._pipeline, "awaited_at", 1.0))
+        train(model, optimizer, range(3))
+    assert awaited == 3 * [math.inf]
 
 
 # ---- the rules of the placement --------------------------------------------------------------------------------------

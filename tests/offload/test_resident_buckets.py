@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from support.overlap import (
     train,
 )
 from support.programs import both
+from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
@@ -57,15 +59,35 @@ def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(gpu_bucket
     assert not getattr(device, "has_memory_in_use", False)
 
 
-def test_a_write_that_leaves_no_hint_counts_after_a_step_that_begins_amsgrad(device: Device) -> None:
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_write_that_leaves_no_hint_counts_after_state_came_home(device: Device, is_placed: bool) -> None:
     options = {"bucket_numel": 70, "gpu_buckets": ALL, "device": device}
-    with overlapped(torch.bfloat16, steps=2, **options) as (model, optimizer, _):
-        optimizer.param_groups[0] |= {"amsgrad": True, "lr": 0.01}
+    with overlapped(torch.bfloat16, steps=2, **options) as (model, optimizer, scheduler):
+        optimizer.param_groups[0] |= {"amsgrad": not is_placed, "lr": 0.01}
         train(model, optimizer, range(2, 3))
+        if is_placed:
+            scheduler.place(gpu_buckets=0)
         weight = next(model.parameters())
         weight.data.fill_(8.0)
         train(model, optimizer, range(3, 4))
         assert (optimizer.state[weight]["master"] - 8.0).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("gpu_buckets", [0, 1, ALL])
+def test_a_driver_without_memory_for_events_makes_no_step_twice(gpu_buckets, monkeypatch):
+    def fail(**options: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    found = []
+    for has_events in (True, False):
+        device = SimulatedDevice(1, 0.5)
+        options = {"bucket_numel": 70, "gpu_buckets": gpu_buckets, "device": device}
+        with overlapped(torch.bfloat16, steps=2, **options) as (model, optimizer, _):
+            if not has_events:
+                monkeypatch.setattr(device.accelerator, "Event", fail)
+            train(model, optimizer, range(2, 5))
+            found.append(state_bits(optimizer))
+    assert found[0] == found[1]
 
 
 def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.overlap import EagerSimulatedDevice, loss_of, overlapped
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.handles.taken_gradient import TakenGradient
+from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -114,6 +116,28 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     assert device.accelerator.current_stream() in device.accelerator.block_of(memory).used_by  # if values are dropped
     device.finish()
     assert memory[:4].tolist() == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_room_for_new_values_is_that_of_one_backward_and_what_is_there_is_not_asked_for_again() -> None:
+    class ShortDevice(EagerSimulatedDevice):
+        def free_bytes(self) -> int:
+            return 0
+
+        def reserve(self, needs: HostNeeds) -> None:
+            asked.append(needs)
+
+    found = []
+    for backwards in (1, 3):
+        asked = list[HostNeeds]()
+        device = ShortDevice(1, 1.0)
+        with overlapped(torch.bfloat16, bucket_numel=70, gpu_buckets=0, device=device) as (model, optimizer, scheduler):
+            for _ in range(backwards):  # not announced
+                loss_of(model, 0).backward()
+            optimizer.step()
+            values = sum(parameter.nbytes for parameter in model.parameters())
+            found.append(asked[-1].shadows)
+            assert asked[-1].missing == asked[-1].total - scheduler._needs.total <= 2 * values
+    assert found[0] == found[1] >= values
 
 
 def test_parts_of_a_step_do_not_pile_up() -> None:

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, EACH_PAIR, make, through_disk, train_alike, trained
-from support.visible import bits, give_gradients, parameter, parameters_of, refused, speculate, train, visible
+from support.visible import (
+    bits,
+    give_gradients,
+    parameter,
+    parameters_of,
+    refused,
+    speculate,
+    state_bits,
+    train,
+    visible,
+)
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -389,6 +399,15 @@ def test_copies_continue_alike(dtype: torch.dtype, how: str, history: str, stora
         assert visible(other) != visible(optimizer)  # they share nothing
     train(optimizer, 2)
     assert visible(other) == visible(optimizer)
+
+
+@pytest.mark.parametrize("key", ["", "param_groups", "state"])
+def test_what_a_pickle_lacks_stays(key: str) -> None:
+    optimizer = SpeculativeCPUAdamW([parameter(7)])
+    train(optimizer, 1)
+    before = state_bits(optimizer)
+    optimizer.__setstate__({key: getattr(optimizer, key)} if key else {})
+    assert state_bits(optimizer) == before
 
 
 def test_deepcopy_of_model_and_optimizer_together() -> None:
