@@ -24,6 +24,8 @@ try:
 except ImportError as error:
     raise ImportError(f"superadam.integrations.fine_tuning needs trl ({error}); install superadam[finetune]") from error
 
+from superadam.integrations.rehearsal import asks_for_fsdp
+
 _Result = TypeVar("_Result")
 
 _ADAPTERS = "use_peft use_dora use_rslora lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
@@ -212,7 +214,7 @@ def check_ranks(training: Any, *, superadam: bool, rehearses: bool) -> None:
     if training.world_size == 1 or not superadam:
         return
     launch = "accelerate launch --config_file examples/presets/fsdp2.yaml"
-    if not (training.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")):
+    if not asks_for_fsdp(training):
         raise RefusedError(f"{training.world_size} ranks were started without FSDP2; start them with {launch}")
     if training.device.type == "cpu" and not rehearses:
         raise RefusedError(

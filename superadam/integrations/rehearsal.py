@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ def small(config: Any, vocabulary: int) -> Any:
         values.pop(name, None)  # they follow from sizes
     sizes = {name: value for name, value in SIZES.items() if isinstance(values.get(name), int)}
     return type(config)(**{**values, **sizes, "vocab_size": vocabulary, "pad_token_id": None})
+
+
+def asks_for_fsdp(training: Any) -> bool:
+    """Whether a Trainer's arguments or `accelerate launch` ask for FSDP."""
+    return bool(training.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
 
 
 def shard_on_cpus() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import inspect
 import logging
-import os
 import sys
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization
 
 from superadam.host.memory import gigabytes
+from superadam.integrations.rehearsal import asks_for_fsdp
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim.arguments import checked_storage, parameters_of, without_wrapper
@@ -107,7 +107,7 @@ def _check_way_of_training(trainer: Trainer) -> None:
     elif getattr(trainer, "is_distributed_loading_by_transformers", False):
         return  # sharded when it was loaded, by fully_shard; else the scheduler refuses it
     elif trainer.args.parallel_mode == ParallelMode.DISTRIBUTED and trainer.args.world_size > 1:
-        if trainer.args.device.type == "cpu" and (trainer.args.fsdp or "ACCELERATE_USE_FSDP" in os.environ):
+        if trainer.args.device.type == "cpu" and asks_for_fsdp(trainer.args):
             raise RuntimeError(
                 "Accelerate shards no model on CPUs, although FSDP2 was asked for; call shard_on_cpus() of "
                 "superadam.integrations.rehearsal before the Trainer is made, or train on GPUs"

@@ -22,7 +22,10 @@ def unwrapped(optimizer: SpeculativeCPUAdam) -> SpeculativeCPUAdam:
     held = getattr(optimizer, "optimizer", optimizer)
     inner = held if isinstance(held, SpeculativeCPUAdam) else optimizer  # ours may have an attribute of that name
     if not isinstance(inner, SpeculativeCPUAdam):
-        raise TypeError(f"optimizer is a {type(held).__name__}, expected a SpeculativeCPUAdam; make one first")
+        raise TypeError(
+            f"optimizer is a {type(held).__name__}, expected a SpeculativeCPUAdam; make one first, or pass the one "
+            "that a wrapper holds"
+        )
     return inner
 
 

@@ -273,6 +273,15 @@ def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(folder, whol
     assert digests(out) == digests(whole[0])
 
 
+def test_a_model_alone_is_no_run_to_go_on_with(folder):
+    out, words = folder / "alone", ["--save_only_model=true"]
+    with preempted():
+        finetune(folder, out, *words)
+    for start in ("auto", out / f"checkpoint-{SAVED + 1}"):
+        with pytest.raises(SystemExit, match=r"checkpoint-. holds a model alone, with which no run goes on as it was;"):
+            finetune(folder, out, *words, f"--resume_from_checkpoint={start}")
+
+
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_ranks_that_cannot_meet_are_told_once(local_rank, folder, tmp_path, monkeypatch):
     fails = Mock(side_effect=torch.distributed.DistNetworkError("no answer\nand more"))

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import lightning
 import pytest
@@ -192,6 +193,15 @@ class Unfreezing(BaseFinetuning):
 def test_layers_that_are_trained_later(dtype):
     seen = compare(automatic(dtype, callbacks=[Unfreezing()]), dtype)
     assert sum(name.startswith("parameter") for name in seen) == 15
+
+
+def test_state_is_loaded_where_it_stays(tmp_path, monkeypatch):
+    """Lightning would move it to the device of the model."""
+    run = Run(scheduled=True)
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, filename="last")], "enable_checkpointing": True}
+    automatic(torch.bfloat16, max_epochs=1, **saving)(run)
+    monkeypatch.setattr("lightning.pytorch.strategies.strategy._optimizer_to_device", Mock(side_effect=AssertionError))
+    automatic(torch.bfloat16, resume=str(tmp_path / "last.ckpt"))(run)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])

@@ -204,7 +204,12 @@ def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path, name):
 
 
 class Grouped(Trainer):
-    """Makes the optimizer itself, as derived Trainers do, with groups and a class of its own."""
+    """Makes the optimizer itself, as derived Trainers do, with groups, a class and a hook of its own."""
+
+    seen = 0
+
+    def count(self, *_: Any) -> None:
+        self.seen += 1
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
@@ -212,6 +217,7 @@ class Grouped(Trainer):
             others = [one for one in self.model.parameters() if one.dim() == 1]
             groups = [{"params": matrices, "lr": 3e-3}, {"params": others, "amsgrad": True}]
             self.optimizer = torch.optim.Adam(groups, lr=self.args.learning_rate, betas=(0.7, 0.9), fused=True)
+            self.optimizer.register_step_post_hook(self.count)
         return self.optimizer
 
 
@@ -221,7 +227,9 @@ def test_a_trainer_that_makes_its_own_adam_has_its_bits(tmp_path):
         trainer.__class__ = Grouped
         return trainer
 
-    assert type(compare(make, plain=False, stock=True).optimizer.optimizer) is SpeculativeCPUAdam
+    trainer = compare(make, plain=False, stock=True)
+    assert type(trainer.optimizer.optimizer) is SpeculativeCPUAdam
+    assert trainer.seen == trainer.state.global_step
 
 
 def test_each_new_model_has_the_arguments_of_its_time(tmp_path):
@@ -452,6 +460,8 @@ def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path, monkeypatch):
     arguments = SimpleNamespace(**vars(trainer.args), **several)
     monkeypatch.setattr(trainer, "args", arguments)
     refused(RuntimeError, "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2$", trainer)
+    trainer.is_distributed_loading_by_transformers = True  # its parameters are shards
+    integration._check_way_of_training(trainer)
 
 
 def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog):
@@ -485,6 +495,38 @@ def test_signals_are_the_program_s_own_after_training_and_where_ranks_cannot_mee
         saves.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
     assert saves not in trainer.callback_handler.callbacks
+
+
+STEPS = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        (5, {**STEPS, "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.3}),
+        (4, {**STEPS, "save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True}),
+        (3, {**EPOCHS, "load_best_model_at_end": True}),
+    ],
+    ids=["the best is kept", "the best is saved", "epochs"],
+)
+def test_checkpoint_of_a_run_that_is_stopped_is_saved_once_and_kept(step, options, tmp_path):
+    class Stopping(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step - 1:
+                signal.raise_signal(signal.SIGTERM)
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saved.append(state.global_step)
+
+    saved: list[int] = []
+    trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Stopping()], **options)
+    with SavesOnSignal(trainer) as saves:
+        trainer.train()
+    assert saves.has_stopped
+    assert saved[-1] == trainer.state.global_step == step
+    assert len({*saved}) == len(saved)
+    assert (tmp_path / f"checkpoint-{step}" / "trainer_state.json").exists()
 
 
 @pytest.mark.parametrize("gigabytes", [0.001, 24])

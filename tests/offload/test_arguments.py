@@ -81,6 +81,8 @@ def test_wrong_kinds() -> None:
     check_model(adam(model), nn.Sequential())  # the parameters are those of the optimizer
     told = "^optimizer is a {}, expected a SpeculativeCPUAdam; make one first, or pass the one that a wrapper holds$"
     refused(TypeError, told.format("AdamW"), check_model, torch.optim.AdamW(model.parameters()), model)
+    held = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters()))
+    refused(TypeError, told.format("AdamW"), check_model, held, model)
     refused(TypeError, told.format("Sequential"), check_model, model, adam(model))
     wrapped = SimpleNamespace(base_optimizer=adam(model))  # as SAM, Lookahead and others have theirs
     for check in (OffloadScheduler, take_reduced_gradients):
