@@ -59,8 +59,9 @@ inference_mode: Callable[[bool], AbstractContextManager[Any]] = _find("_C._Infer
 """Sets inference mode, and restores the gradient mode as well, in one call into C, between whose parts no signal
 handler runs. Of the public managers, a handler that raises between them could leave gradients disabled."""
 
-is_profiling: Callable[[], bool] = _find("autograd._profiler_enabled", bool)
-"""Whether a profiler looks at this thread; `bool()` is False."""
+_find("autograd.profiler._is_profiler_enabled", False)  # bound anew by each profiler
+is_profiling: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", False)
+"""Whether a profiler looks at some thread."""
 
 _find("autograd.graph._allow_mutation_on_saved_tensors_enabled", False)  # bound anew by each use of the mode
 may_graphs_survive_writes: Callable[[], bool] = functools.partial(

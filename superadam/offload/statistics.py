@@ -15,8 +15,9 @@ class OverlapStatistics:
         waiting_buckets: only summed when they arrived, and stepped with the verdict: because no clip coefficient could
             be predicted, their parameters had no state yet or were written to by others, or are their own masters.
         given_back_gradients: written to or added to after they had been taken.
-        shadow_bytes: most memory that new values took while they waited for a verdict.
-        downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
+        shadow_bytes: most memory that new values took while they waited for a verdict, parts of a later update included.
+        downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory. What the device
+            reads on the host, as new values without room there, is not counted.
         interval_elements: speculated on for an interval of clip coefficients.
         uncertain_elements: of those, elements whose new value the verdict's coefficient decides.
         hook_seconds: time that taking gradients took, in the hooks of backward and, of the last ones, in `step()`.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,10 +137,10 @@ def relied_on(sentence: str, *paths: str) -> Callable[[Check], Check]:
     return register
 
 
-@relied_on("says whether a profiler looks at this thread", "autograd._profiler_enabled")
+@relied_on("says whether a profiler looks at any thread", "autograd.profiler._is_profiler_enabled")
 def _() -> bool:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        is_seen = torch_private.is_profiling()
+    with ThreadPoolExecutor(1) as others, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        is_seen = torch_private.is_profiling() and others.submit(torch_private.is_profiling).result()
     return is_seen and not torch_private.is_profiling()
 
 

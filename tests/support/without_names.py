@@ -32,7 +32,7 @@ NEEDED_ALONE = (
     "Tensor._version",
     "_foreach_copy_",
     "utils._pytree.register_pytree_node",
-    "autograd._profiler_enabled",
+    "autograd.profiler._is_profiler_enabled",
     "autograd.graph._allow_mutation_on_saved_tensors_enabled",
     "autograd.forward_ad._current_level",
 )
