@@ -75,10 +75,10 @@ class OffloadScheduler(GradientHolder):
         transfer_dtype: dtype in which gradients travel to the host; "auto" keeps theirs. A wider one gives the same
             bits; a narrower one rounds gradients, and norm and step then see the rounded ones, wherever they are made.
             fp64 gradients, and those that are not rounded to the dtype of `.grad`, stay as they are.
-        num_threads: CPU threads that speculate while the model computes; more than `superadam.get_num_threads()` count as that many. "auto"
-            takes the cores that the model leaves idle: those near the device if it computes elsewhere, those that torch
-            does not use if it computes on the CPU. Without any, all work is left to `step()`, because during backward
-            it would cost more than it hides.
+        num_threads: CPU threads that speculate while the model computes; more than `superadam.get_num_threads()` count
+            as that many. "auto" takes the cores that the model leaves idle: those near the device if it computes
+            elsewhere, those that torch does not use if it computes on the CPU. Without any, all work is left to
+            `step()`, because during backward it would cost more than it hides.
         device: streams and memory of the model; default is the one that its parameters lie on.
 
     Attributes:

@@ -15,7 +15,7 @@ class OverlapStatistics:
         waiting_buckets: only summed when they arrived, and stepped with the verdict: because no clip coefficient could
             be predicted, their parameters had no state yet or were written to by others, or are their own masters.
         given_back_gradients: written to or added to after they had been taken.
-        shadow_bytes: most memory that new values took while they waited for a verdict, parts of a later update included.
+        shadow_bytes: most memory that new values took while they waited for a verdict or for a copy.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory. What the device
             reads on the host, as new values without room there, is not counted.
         interval_elements: speculated on for an interval of clip coefficients.
