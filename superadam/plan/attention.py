@@ -19,7 +19,10 @@ calls = 0  # since this was imported
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        output = torch.empty_like(query)
+        if query.shape[-1] != value.shape[-1]:
+            sequences, heads, tokens, _ = query.shape
+            output = query.new_empty(sequences, tokens, heads, value.shape[-1]).transpose(1, 2)
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows, *([] if sinks is None else [sinks]))
         return output

@@ -66,6 +66,7 @@ class ParameterTable:
         resident: where state is newer than here; None without a device that makes steps.
         is_staged: whether kernels on the CPU can neither read nor write the row's elements of the parameter.
         is_published: whether the optimizer's `state`, as users see it, holds what the parameter's row holds.
+        created: state of the step under way: what it lacked before, and whether its row was published.
         plain_layouts: of a gradient that kernels read where it lies, and whose dtype is the parameter's.
         is_held: whether a program may refer to what is in the row's entry of `state`. It may then write to it, move it
             or free it at any time, so that nothing reads that memory but calls of the program, which look first.
@@ -88,6 +89,7 @@ class ParameterTable:
         self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
+        self.created: list[tuple[ParameterState, list[str], bool]] = []
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.new_values = new_values
         self.resident = resident
@@ -165,20 +167,25 @@ class ParameterTable:
         for state, hyper in zip(states, each, strict=True):
             if hyper.amsgrad:
                 state.check_largest()
-        created: list[tuple[ParameterState, list[str]]] = []
         try:
             for state, hyper in zip(states, each, strict=True):
                 if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
                     self.bring_home(state.pieces)
-                    created.append((state, [key for key in TENSORS if getattr(state, key) is None]))
+                    missing = [key for key in TENSORS if getattr(state, key) is None]
+                    self.created.append((state, missing, bool(self.is_published[state.row])))
                     state.create_state(with_max=hyper.amsgrad)
+                    self.is_published[state.row] = False
         except BaseException:  # as of memory
-            for state, keys in created:
-                for key in keys:
-                    state.forget(key)
+            self.forget_created()
             raise
-        for state, _ in created:
-            self.is_published[state.row] = False
+
+    def forget_created(self) -> None:
+        """Undo what has created state in a step that has changed nothing else."""
+        for state, keys, is_published in self.created:
+            for key in keys:
+                state.forget(key)
+            self.is_published[state.row] = is_published
+        self.created.clear()
 
     def adopt_outside_write(self, state: ParameterState, *, is_final: bool) -> None:
         """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is.

@@ -234,31 +234,38 @@ class Transaction:
             record_function("superadam: step") if is_profiling() else _NOTHING,
         ):
             begin = time.perf_counter()
-            if self._members[Phase.ACCEPTED]:
-                self._commit_of(gradients.states)
-            if hinted := self.table.fingerprints.seen_hints(gradients.rows):  # bound() has just looked
-                self._adopt([self.table.states[row] for row in hinted], is_final=True)
-            if written := self._samples.find_written(gradients.rows):
-                self._adopt([self.table.states[row] for row in written], is_final=True)
-            self.table.forget_former_masters(gradients.rows)
-            begin = self._spent("commit_seconds", begin)
-            if gradients.are_whole:
-                return self._step_in_place(gradients, max_norm, begin), None
-            contributions, others = self._contributions(gradients)
-            self._drop(others)
-            outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
-            reported, arrived = self._reported(contributions, outcome), self.table.norm.total
-            begin = self._spent("norm_seconds", begin)
-            accepted, applied = list[_Contribution](), None
-            if outcome.kind is StepKind.SKIPPED:
-                self._drop(self.in_phase(Phase.SPECULATED))
-            else:
-                accepted = self._apply(contributions, outcome.clip_coefficient)
-                is_own = is_lasting and outcome.kind is StepKind.CLIPPED
-                applied = tell("learning the factor of a step", self._applied, contributions, arrived, is_own=is_own)
-            self.table.norm.clear()
-            tell("counting what became of speculation", self._count, accepted, begin)
-            return reported, applied
+            self.table.created.clear()
+            try:
+                if self._members[Phase.ACCEPTED]:
+                    self._commit_of(gradients.states)
+                if hinted := self.table.fingerprints.seen_hints(gradients.rows):  # bound() has just looked
+                    self._adopt([self.table.states[row] for row in hinted], is_final=True)
+                if written := self._samples.find_written(gradients.rows):
+                    self._adopt([self.table.states[row] for row in written], is_final=True)
+                self.table.forget_former_masters(gradients.rows)
+                begin = self._spent("commit_seconds", begin)
+                if gradients.are_whole:
+                    return self._step_in_place(gradients, max_norm, begin), None
+                contributions, others = self._contributions(gradients)
+                self._drop(others)
+                outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
+                reported, arrived = self._reported(contributions, outcome), self.table.norm.total
+                begin = self._spent("norm_seconds", begin)
+                accepted, applied = list[_Contribution](), None
+                if outcome.kind is StepKind.SKIPPED:
+                    self._drop(self.in_phase(Phase.SPECULATED))
+                else:
+                    accepted = self._apply(contributions, outcome.clip_coefficient)
+                    is_own = is_lasting and outcome.kind is StepKind.CLIPPED
+                    applied = tell(
+                        "learning the factor of a step", self._applied, contributions, arrived, is_own=is_own
+                    )
+                self.table.norm.clear()
+                tell("counting what became of speculation", self._count, accepted, begin)
+                return reported, applied
+            except BaseException:  # nothing was changed but this
+                self.table.forget_created()
+                raise
 
     def _step_in_place(self, gradients: StepGradients, max_norm: float | None, begin: float) -> StepOutcome:
         """Make a step of gradients none of which was taken, in one job whatever their number."""

@@ -168,7 +168,7 @@ def test_steps_after_backward_hide_nothing():
         (["--clipped", "1.5"], "argument --clipped: 1.5 is no share, expected 0 to 1"),
         (["--clipped", "nan"], "argument --clipped: nan is no share, expected 0 to 1"),
         (["--lr", "inf"], "argument --lr: inf is no finite number of at least 0"),
-        (["--layers", "0"], "argument --layers: 0 is below 1"),
+        (["--layers", "0"], "argument --layers: 0 is no number from 1"),
         (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
     ],
 )
