@@ -154,8 +154,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session", params=superadam.available_isas())
 def isa(request: pytest.FixtureRequest) -> str:
     """Return each instruction set that this machine can run, in turn."""
-    name: str = request.param
-    return name
+    return request.param
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,7 +21,6 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
 from superadam.testing import SimulatedDevice
 
-ROOT = Path(superadam.__file__).parent
 FOLLOWING = {one.__name__ for one in _device_constructors() if getattr(torch, one.__name__, None) is one}
 
 
@@ -35,7 +34,7 @@ def without_device(source: str) -> Iterator[str]:
 
 
 def test_every_tensor_that_is_made_names_its_device() -> None:
-    found = {path: list(without_device(path.read_text())) for path in ROOT.rglob("*.py")}
+    found = {path: list(without_device(path.read_text())) for path in Path(superadam.__file__).parent.rglob("*.py")}
     assert {path: calls for path, calls in found.items() if calls} == {}
 
 
@@ -57,8 +56,7 @@ class Recomputed(nn.Linear):
     """A layer that backward computes once more."""
 
     def forward(self, x: Tensor) -> Tensor:
-        inner: Any = checkpoint(super().forward, x, use_reentrant=False)
-        return inner.tanh()
+        return checkpoint(super().forward, x, use_reentrant=False).tanh()
 
 
 def trained(dtype: torch.dtype, device: Device | None, where: str | None, gpu_buckets: int = 0) -> Any:

@@ -15,14 +15,11 @@ import superadam
 LENGTH = 4096 + 64
 """A multiple of every vector length: torch rounds the elements of its scalar tail differently."""
 
-NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
 
 def gradients() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     # 1e-20 squares to a denormal, 1e15 is far from overflowing when squared; and many zeros.
-    scales = (1.0, 1e-3, 1e-20, 1e15)
-    made = [torch.randn(LENGTH, generator=generator) * scale for scale in scales]
+    made = [torch.randn(LENGTH, generator=generator) * scale for scale in (1.0, 1e-3, 1e-20, 1e15)]
     return [gradient * (torch.rand(LENGTH, generator=generator) > 0.1) for gradient in made]
 
 
@@ -47,6 +44,6 @@ def test_bits_of_torch(
         reference.step()
         optimizer.step()
         expected, actual = reference.state[theirs], optimizer.state[ours]
-        for name in NAMES[: 3 if amsgrad else 2]:
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]:
             assert torch.equal(actual[name].view(torch.int32), expected[name].view(torch.int32)), f"{name}, step {step}"
         assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"parameter, step {step}"

@@ -46,8 +46,7 @@ def clocked(**options: Any) -> tuple[NotingDevice, Clock]:
 
 
 def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeypatch):
-    ticks = itertools.count()
-    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
+    monkeypatch.setattr(time, "thread_time", map(float, itertools.count()).__next__)
     device, _ = clocked()
     device.record(Stream.CURRENT)
     assert device.own_seconds == 1.0
@@ -102,8 +101,7 @@ def test_every_stream_is_a_queue_and_waits_order_streams(actions):
 def test_everything_takes_its_bytes_at_its_rate():
     device, _ = clocked()
     gradients = [torch.ones(64, dtype=torch.bfloat16)]
-    layout = layout_of(torch.zeros(64, dtype=torch.bfloat16))
-    packed = device.pack(gradients, layout, torch.float32)
+    packed = device.pack(gradients, layout_of(torch.zeros(64, dtype=torch.bfloat16)), torch.float32)
     host = device.host_empty(64, torch.float32)
     device.copy(host, packed, Stream.DOWNLOAD)
     device.copy(packed, host, Stream.UPLOAD)

@@ -14,8 +14,7 @@ from superadam.devices.flat import ALIGNMENT
 
 
 def test_tensors_begin_where_kernels_are_fastest() -> None:
-    shapes = [(2 * ALIGNMENT,), (2 * ALIGNMENT + 1,), (), (0, 3), (5, 7)]
-    layout = layout_of(*map(torch.zeros, shapes))
+    layout = layout_of(*map(torch.zeros, [(2 * ALIGNMENT,), (2 * ALIGNMENT + 1,), (), (0, 3), (5, 7)]))
     assert [offset / ALIGNMENT for offset in (*layout.offsets, layout.numel)] == [0, 2, 5, 6, 6, 7]
 
 

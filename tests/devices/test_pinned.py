@@ -213,8 +213,7 @@ def test_what_does_not_fit_is_pageable_counted_and_told_once(caplog):
             assert page_of(take(memory, 3), registrar) is None
     assert memory.pageable_bytes == 9 * PAGE_BYTES
     (record,) = caplog.records
-    figures = [f"{pages * PAGE_BYTES / 1e9:.2f} GB" for pages in (3, 4)]
-    assert record.args == tuple(figures)
+    assert record.args == tuple(f"{pages * PAGE_BYTES / 1e9:.2f} GB" for pages in (3, 4))
     del held
     assert page_of(take(memory, 3), registrar) == 0
 

@@ -218,13 +218,10 @@ def fail_at_finish(worker: Worker, error: BaseException, patch: pytest.MonkeyPat
 
 
 def fail_anywhere(worker: Worker, error: BaseException, patch: pytest.MonkeyPatch) -> None:
-    thread = worker._thread.ident
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker._thread.ident), ctypes.py_object(type(error)))
     worker.wake()
 
 
-ENDS = [fail_in_queue, fail_at_finish, fail_anywhere, lambda worker, *_: end_thread(worker)]
-ERRORS = [SystemExit(), KeyboardInterrupt(), MemoryError()]
 MOST_LOOKS = 8
 """In a call, at whether the thread is alive: each after a quarter of a second, however slow the machine is."""
 
@@ -244,8 +241,8 @@ def in_time(worker: Worker, call: Callable[[], object]) -> bool:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("late", [0.0, 0.001, 0.01])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("end", [fail_in_queue, fail_at_finish, fail_anywhere, lambda worker, *_: end_thread(worker)])
 def test_no_call_waits_for_a_thread_that_is_gone(end, error, late, monkeypatch):
     """Each returns or raises WorkerError; steps that are made have the bits of training without a worker."""
     plain_model, plain, model, optimizer = twins()

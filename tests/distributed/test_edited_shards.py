@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 NONE = -1  # of the layers is left out of a loss
-PROGRAMS = 60 * TIMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -55,8 +54,7 @@ class Sharded(Run):
         return model
 
     def like(self, parameter: Any) -> Any:
-        values = super().like(parameter)
-        return distribute_tensor(values, parameter.device_mesh, [Shard(0)])
+        return distribute_tensor(super().like(parameter), parameter.device_mesh, [Shard(0)])
 
     def losses(self, left_out: int) -> list[Tensor]:
         inputs = self.values(4, 64).to(self.parameters[0].dtype)
@@ -73,7 +71,7 @@ def _one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def test_programs_see_and_end_in_what_the_run_without_a_scheduler_does() -> None:
-    for seed in range(PROGRAMS):
+    for seed in range(60 * TIMES):
         assert_unnoticed(Sharded, seed)
 
 

@@ -31,10 +31,9 @@ ranks.preload("torch.distributed.run")
 
 STEPS, EVERY = 12, 2
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "ranks.md"
 ONE_NODE, TWO_NODES = (
     shlex.split(line.removeprefix("$ "))
-    for line in PAGE.read_text().splitlines()
+    for line in (Path(__file__).resolve().parents[2] / "docs" / "ranks.md").read_text().splitlines()
     if line.startswith("$ ") and "--max-restarts" in line
 )
 """The documentation's commands: variables, torchrun, its options, and the program."""

@@ -326,8 +326,7 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
                 model.set_requires_gradient_sync(is_last)
             is_announced = program.announces and not is_last and scheduler is not None
             with scheduler.accumulate() if is_announced else nullcontext():
-                loss = loss_of(model, rank, step, micro, recomputes=program.recomputes)
-                scaler.scale(loss).backward()
+                scaler.scale(loss_of(model, rank, step, micro, recomputes=program.recomputes)).backward()
         program.edit(run, step)
         is_clipped = (step % 5 == 4 or program.clips == "torch") and not is_drawn
         is_scaled |= is_clipped or program.loss_scale or any(str(one).startswith(SCALING) for one in run.seen[begin:])
@@ -451,8 +450,7 @@ def test_sums_of_micro_batches_stay_in_fp32(rank, before, micro_batches):
             for micro in range(before, micro_batches):
                 loss_of(model, rank, 0, micro).backward()
         for total, parameter in zip(sums, model.parameters(), strict=True):
-            taken = taken_of(parameter.grad)
-            assert torch.equal(taken.pending, total)
+            assert torch.equal(taken_of(parameter.grad).pending, total)
         loss_of(model, rank, 0, 2).backward()
         optimizer.step()
 

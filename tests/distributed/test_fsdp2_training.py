@@ -30,12 +30,6 @@ MODELS = {"Llama": lambda: llama(intermediate_size=1), "Qwen3-MoE": mixture_of_e
 """With uneven shards, and of the Llama's feed-forward layers empty ones."""
 
 
-def sharded(name: str, dtype: torch.dtype) -> nn.Module:
-    model: Any = MODELS[name]().to(dtype)
-    wrap([*model.model.layers, model], mp_policy=MixedPrecisionPolicy(**ROUNDED))
-    return model
-
-
 def backward(model: Any, rank: int, step: int) -> None:
     for micro in range(MICRO_BATCHES):
         generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
@@ -49,7 +43,8 @@ def backward(model: Any, rank: int, step: int) -> None:
 @on_ranks(2)
 def test_training(rank, name, dtype):
     """Steps clipped by torch, by the optimizer's limit, or not at all; one is not finite."""
-    model = sharded(name, dtype)
+    model: Any = MODELS[name]().to(dtype)
+    wrap([*model.model.layers, model], mp_policy=MixedPrecisionPolicy(**ROUNDED))
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
     oracle = Oracle(optimizer)
     fused = torch.optim.AdamW(oracle.twins, lr=1e-3, fused=True)

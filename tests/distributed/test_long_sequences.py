@@ -37,7 +37,6 @@ without positions, 0.3.
 """
 
 Tensors = Mapping[str, Tensor]
-Arguments = dict[str, Any]
 
 for model in (*example.MODELS, Gemma2ForCausalLM):
     preload(model.__module__)
@@ -91,8 +90,7 @@ class Case:
 
     def batches(self) -> tuple[Tensor, Tensor]:
         """Return ids and labels of all rows; halves of a sequence have different numbers of labels."""
-        generator = torch.Generator().manual_seed(11)
-        ids = torch.randint(VOCABULARY, (self.shape[0] * ROWS, SEQUENCE), generator=generator)
+        ids = torch.randint(VOCABULARY, (self.shape[0] * ROWS, SEQUENCE), generator=torch.Generator().manual_seed(11))
         return ids, ids.masked_fill(torch.arange(SEQUENCE) % 5 < torch.arange(len(ids)).unsqueeze(1), -100)
 
     def whole_gradients(self, **arguments: Any) -> Tensors:
@@ -150,7 +148,7 @@ CASES = [
 
 def refusal_of(
     words: str,
-    change: Callable[[Arguments], Any] = len,
+    change: Callable[[dict[str, Any]], Any] = len,
     model: type[PreTrainedModel] = LlamaForCausalLM,
     batch: Callable[[Tensor], Tensor] = torch.clone,
     **options: Any,

@@ -120,8 +120,7 @@ def train(rank: int, folder: str, overlaps: bool, place: str, act: str, victims:
                 is_armed.set()
             for micro in range(2):
                 generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-                inputs = torch.randn(3, 7, generator=generator).bfloat16()
-                (model(inputs) - 1).float().square().sum().backward()
+                (model(torch.randn(3, 7, generator=generator).bfloat16()) - 1).float().square().sum().backward()
             in_own_code()
             optimizer.step()
             optimizer.zero_grad()

@@ -113,8 +113,7 @@ def test_reduced_gradients_are_those_of_fp32_shards(device, dtype, reduced, over
 
 def test_result_of_a_collective_that_is_under_way_is_waited_for(device):
     like = DTensor.from_local(torch.zeros(4, device=device), init_device_mesh(device, (1,)), [Shard(0)])
-    under_way = AsyncCollectiveTensor(torch.ones(4, device=device))
-    part = shards.part_of(torch_private.dtensor_like(like, under_way), like)
+    part = shards.part_of(torch_private.dtensor_like(like, AsyncCollectiveTensor(torch.ones(4, device=device))), like)
     assert type(part) is Tensor
     assert part.tolist() == [1.0] * 4
 

@@ -103,8 +103,7 @@ class Run:
                 twin.grad.copy_(tensor.grad)
                 assert taken_of(tensor.grad) is None
                 continue
-            taken = taken_of(tensor.grad)
-            exact, expected = taken.exact(), local(twin.grad)
+            exact, expected = taken_of(tensor.grad).exact(), local(twin.grad)
             assert same_bits(flat(exact, exact), flat(expected, expected))
             assert torch.equal(local(tensor.grad) + 0, expected.to(torch.bfloat16))
             assert torch._foreach_norm([local(tensor.grad)])[0].equal(torch._foreach_norm([expected])[0].bfloat16())

@@ -279,8 +279,7 @@ def test_copies_may_be_divided_differently(rank):
 @on_ranks(3)
 def test_ranks_of_a_group_have_any_order(rank):
     group = distributed.new_group([2, 0, 1], sort_ranks=False)
-    held = [Part(f"{rank}.weight", (3 + rank,)), *[Part("tied", (5,))] * (rank != 1)]
-    model = Trained(held)
+    model = Trained([Part(f"{rank}.weight", (3 + rank,)), *[Part("tied", (5,))] * (rank != 1)])
     optimizer = SpeculativeCPUAdamW(model.named(), process_group=group)
     model.backward(2)
     every = [value("tied", (5,), 2), *(value(f"{one}.weight", (3 + one,), 2) for one in range(3))]
@@ -341,8 +340,7 @@ def test_ordinary_parameters_that_differ_are_told_once(rank):
     assert words[2] == [] or words[2][0].startswith("rank 2 has other parameters (2) in its optimizer than rank ")
     assert max(map(len, words)) == 1
     assert warned(rank, [[(2, 3)]] * 3) == []  # replicas
-    alone = [distributed.new_group([one]) for one in range(3)][rank]
-    assert warned(rank, different, process_group=alone) == []
+    assert warned(rank, different, process_group=[distributed.new_group([one]) for one in range(3)][rank]) == []
     names = [(f"{rank}.weight", nn.Parameter(torch.ones(2)))]
     if rank < 2:  # the rank that never comes is not waited for
         names[0][1].grad = torch.ones(2)

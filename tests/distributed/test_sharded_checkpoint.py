@@ -23,7 +23,7 @@ import torch
 from support import ranks
 from support.shards import model_of, wrap
 from support.visible import content
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,8 +38,6 @@ from superadam.kernels.torch_private import timeout_of
 pytestmark = pytest.mark.slow
 
 ranks.preload("superadam.integrations.distributed_checkpoint")
-
-OPTIMIZERS: list[Any] = [torch.optim.AdamW, SpeculativeCPUAdamW]
 
 
 def make(
@@ -105,7 +103,7 @@ def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, 
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, SpeculativeCPUAdamW])
 @pytest.mark.parametrize(("dtype", "waits"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_state_is_the_same_on_any_number_of_ranks(kind, dtype, waits, tmp_path):
     saved = []
@@ -189,10 +187,6 @@ def test_interrupt_of_one_rank_ends_the_load_of_all(rank, tmp_path):
     for extra in ("older", "newer"):
         save(tmp_path, model, optimizer, extra=extra)
     words = []
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     moments: Any = [
         (checkpoint_folder, "verify"),
         (optimizer, "load_state_dict"),
@@ -201,7 +195,7 @@ def test_interrupt_of_one_rank_ends_the_load_of_all(rank, tmp_path):
     for moment in moments:
         with pytest.MonkeyPatch.context() as context:
             if rank == 1:
-                context.setattr(*moment, interrupt)
+                context.setattr(*moment, Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointError) as error:
                 load(tmp_path, model, optimizer)
         words.append(str(error.value))
@@ -347,8 +341,7 @@ def test_ranks_without_memory_for_copies_are_one_sentence_on_all(rank, tmp_path)
         distributed.barrier()
         with pytest.MonkeyPatch.context() as context:
             context.setattr(Claim, "of", lambda host, size: Claim(10 * GB, left[rank]))  # noqa: B023
-            told = nullcontext() if words is None else pytest.raises(CheckpointError, match=f"take {words}: pass")
-            with told:
+            with nullcontext() if words is None else pytest.raises(CheckpointError, match=f"take {words}: pass"):
                 save(tmp_path, model, optimizer, wait=False)
         wait()
         distributed.barrier()
@@ -392,9 +385,6 @@ def load_newest(rank: int, *, folder: str) -> None:
     load(folder, *make(SpeculativeCPUAdamW, 2))
 
 
-STORAGE = [("bf16", "fp32"), ("8bit", "24bit")]
-
-
 def make_compact(size: int, moments: str, master: str) -> tuple[Any, SpeculativeCPUAdamW]:
     """Return a model of weights that have whole blocks on every rank, and of others that begin at all positions.
 
@@ -409,16 +399,13 @@ def make_compact(size: int, moments: str, master: str) -> tuple[Any, Speculative
     return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2, moments=moments, master=master, max_grad_norm=1.0)
 
 
-def gradient_of(parameter: Any, step: int, number: int) -> Tensor:
-    whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number)).bfloat16()
-    mesh = getattr(parameter, "device_mesh", None)
-    return whole if mesh is None else distribute_tensor(whole, mesh, parameter.placements)
-
-
 def train_compact(model: nn.Module, optimizer: SpeculativeCPUAdamW, steps: range) -> None:
     for step in steps:
         for number, parameter in enumerate(model.parameters()):
-            parameter.grad = gradient_of(parameter, step, number)
+            generator = torch.Generator().manual_seed(100 * step + number)
+            whole = torch.randn(parameter.shape, generator=generator).bfloat16()
+            mesh = getattr(parameter, "device_mesh", None)
+            parameter.grad = whole if mesh is None else distribute_tensor(whole, mesh, parameter.placements)
         optimizer.speculate()
         optimizer.step()
 
@@ -433,7 +420,7 @@ def continue_compact(rank: int, *, folder: str, seed: int, moments: str, master:
     return content(model, optimizer)
 
 
-@pytest.mark.parametrize(("moments", "master"), STORAGE)
+@pytest.mark.parametrize(("moments", "master"), [("bf16", "fp32"), ("8bit", "24bit")])
 def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments, master, tmp_path):
     """Two, four and one rank, one after the other; and without a checkpoint in between."""
     found = []
@@ -450,13 +437,6 @@ def test_has_the_bits_of_one_process_on_any_number_of_ranks(moments, master, tmp
 
 HERE = "/proc/self/cwd/run"
 """A path that leads each process to a folder of its own, as on nodes that share no file system."""
-
-
-def save_alone(rank: int, path: Any) -> None:
-    """Save a model of this rank's own."""
-    plain = nn.Linear(4, 3)
-    alone = distributed.new_group([rank], use_local_synchronization=True)
-    save(path, plain, torch.optim.AdamW(plain.parameters()), process_group=alone)
 
 
 @ranks.on_ranks(3)
@@ -484,9 +464,10 @@ def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(rank, tmp_p
             Path(HERE).mkdir(exist_ok=True)
             distributed.barrier()
         for is_copy in (True, False):
-            if rank == 0 or not is_copy:
+            if rank == 0 or not is_copy:  # save a model of this rank's own
                 shutil.rmtree(own / "run")
-                save_alone(rank, HERE)
+                plain, alone = nn.Linear(4, 3), distributed.new_group([rank], use_local_synchronization=True)
+                save(HERE, plain, torch.optim.AdamW(plain.parameters()), process_group=alone)
             distributed.barrier()
             if rank != 0 and is_copy:
                 shutil.copytree(tmp_path / "0" / "run", own / "run", dirs_exist_ok=True)

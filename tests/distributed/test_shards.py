@@ -37,8 +37,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str
 
 def backward(model: nn.Module, rank: int, step: int) -> None:
     generator = torch.Generator().manual_seed(100 * rank + step)
-    dtype = next(model.parameters()).dtype
-    model(torch.randn(4, 6, generator=generator).to(dtype)).square().mean().backward()
+    model(torch.randn(4, 6, generator=generator).to(next(model.parameters()).dtype)).square().mean().backward()
 
 
 def train(model: Any, optimizer: Any, rank: int, steps: range, limit: float | None = None) -> None:
@@ -121,8 +120,7 @@ def test_the_next_forward_sees_new_values(rank, options, dtype):
         optimizer.step()
         optimizer.zero_grad()
         plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
-        is_low = options == "low precision"
-        given, expected = (x.bfloat16(), copy.deepcopy(plain).bfloat16()) if is_low else (x, plain)
+        given, expected = (x.bfloat16(), copy.deepcopy(plain).bfloat16()) if options == "low precision" else (x, plain)
         assert bits(model(given)) == bits(expected(given))
 
 
@@ -183,8 +181,7 @@ def test_outside_writes_are_adopted(rank, dtype):
         train(model, one, rank, range(2, 4))
         states.append(state_of(one))
         if dtype == torch.bfloat16:
-            master = local(one.state[model.first.weight]["master"])
-            assert bits(local(model.first.weight)) == bits(master.bfloat16())
+            assert bits(local(model.first.weight)) == bits(local(one.state[model.first.weight]["master"]).bfloat16())
     assert states[0] == states[1]
 
 
@@ -315,8 +312,7 @@ def test_where_a_part_begins_in_the_whole(rank):
         ):
             cut = {placement.dim for placement in placements if placement.is_shard()}
             if max(cut, default=0) < len(shape):
-                whole = torch.arange(math.prod(shape)).view(shape)
-                part = distribute_tensor(whole, mesh, placements)
+                part = distribute_tensor(torch.arange(math.prod(shape)).view(shape), mesh, placements)
                 if part.to_local().numel():
                     assert first_position(part) == (0 if 1 in cut else part.to_local().flatten()[0])
 
@@ -342,8 +338,7 @@ def test_state_of_other_placements_is_refused(rank):
         with pytest.raises(ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*, expected it like its"):
             optimizer.load_state_dict(bad)
         assert state_of(optimizer) == before
-    plain = nn.Parameter(torch.ones(4, 4))
-    single = SpeculativeCPUAdamW([plain])
+    single = SpeculativeCPUAdamW([nn.Parameter(torch.ones(4, 4))])
     with pytest.raises(ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*DTensor.*, expected floats"):
         single.load_state_dict(good)
     optimizer.state[parameter]["exp_avg"] = torch.ones(4, 4)

@@ -112,8 +112,7 @@ def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch, form):
     count = len(placed(segment, (0,)))
     assert count == (9 - 1 if form else 6)
     for odd in range(-1, count):
-        arrays = placed(segment, [int(number == odd) for number in range(count)])
-        gpu.update([resident_step(arrays, 0)], sets)
+        gpu.update([resident_step(placed(segment, [int(number == odd) for number in range(count)]), 0)], sets)
     assert aligned == [True] + [False] * count
 
 

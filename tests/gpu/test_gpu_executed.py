@@ -179,8 +179,7 @@ def check_arithmetic(
         # An exact quotient or root is several instructions of AMD's.
         assert code.count(rf"v_div_fixup_{real}") == code.count(r"v_div_fixup.*") == div
         assert code.count(rf"v_rcp_{real}") == code.count(r"v_rcp.*") == div
-        estimates = "v_sqrt_f32" if real == "f32" else "v_rsq_f64"
-        assert code.count(estimates) == code.count(r"v_(sqrt|rsq)_.*") == sqrt
+        assert code.count("v_sqrt_f32" if real == "f32" else "v_rsq_f64") == code.count(r"v_(sqrt|rsq)_.*") == sqrt
         assert code.count_pairs(rf"v_mul(_mix)?_{real}", rf"v_pk_mul_{real}") == mul + div + 2 * sqrt
         fused = 5 * div + (2 if real == "f32" else 7) * sqrt
         sums = rf"v_(add|sub|subrev|fma|fmac|fmaak|fmamk|fma_mix)_{real}"
@@ -302,8 +301,7 @@ def chunks_that_tell(seed: int, dtype: torch.dtype) -> np.ndarray:
     chunks[6] = 2.0 ** rng.uniform(-26, -14, chunks[6].shape)  # halves without their last bits
     ends = np.array([65504.0, 2.0**128 - 2.0**120, np.inf, np.nan, 1.0])
     chunks[7] = rng.choice(np.concatenate([ends, -ends]), chunks[7].shape)
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    return narrow(chunks.reshape(-1).astype(kind), DTYPES[dtype])
+    return narrow(chunks.reshape(-1).astype(np.float64 if dtype == torch.float64 else np.float32), DTYPES[dtype])
 
 
 def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool) -> None:

@@ -72,8 +72,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 @given(calls=st.lists(st.lists(st.sampled_from(sorted(TENSORS)), min_size=1, max_size=3), min_size=2, max_size=8))
 def test_launches_after_others_write_the_same(name, calls):
     lists = [[TENSORS[one]() for one in names] for names in calls]
-    after_others = [OPERATIONS[name](tensors) for tensors in lists]
-    for tensors, written in zip(lists, after_others, strict=True):
+    for tensors, written in zip(lists, [OPERATIONS[name](tensors) for tensors in lists], strict=True):
         tables._kept_upload.cache_clear()
         assert [one.tolist() for one in OPERATIONS[name](tensors)] == [one.tolist() for one in written]
 

@@ -128,8 +128,7 @@ def test_needs_are_summed():
 
 
 def test_groups_and_their_parents(tmp_path):
-    two = machine(tmp_path / "2", VERSION_2)
-    assert groups_of(two, "memory") == [Group(2, TOP), Group(2, PARENT), Group(2, GROUP)]
+    assert groups_of(machine(tmp_path / "2", VERSION_2), "memory") == [Group(2, TOP), Group(2, PARENT), Group(2, GROUP)]
     one = machine(tmp_path / "1", {"/proc/self/cgroup": "4:cpu,cpuacct:/c\n3:memory:/a"})
     assert groups_of(one, "memory") == [Group(1, f"{TOP}/memory"), Group(1, f"{TOP}/memory/a")]
     mounts = [f"{TOP}/cpu,cpuacct", f"{TOP}/cpu,cpuacct/c", f"{TOP}/cpu", f"{TOP}/cpu/c"]

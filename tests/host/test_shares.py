@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from unittest.mock import Mock
@@ -113,8 +114,7 @@ def test_eight_ranks_on_two_nodes(siblings, tmp_path):
     assert are_disjoint(found)
     assert [len(one) for one in found] == [18] * 8
     for rank, one in enumerate(found):
-        node = cpus_of((tmp_path / f"sys/devices/system/node/node{rank // 4}/cpulist").read_text())
-        assert one <= node
+        assert one <= cpus_of((tmp_path / f"sys/devices/system/node/node{rank // 4}/cpulist").read_text())
         assert siblings == 1 or {(cpu + 72) % 144 for cpu in one} == one  # whole cores
     assert [len(cores.share(one)) for one in here] == [18] * 8
 
@@ -230,22 +230,11 @@ def test_cpus_near_a_device(tmp_path, files, affinity, expected):
     assert cores.share(machine(tmp_path, files, affinity=affinity), ADDRESS) == expected
 
 
-def in_thread(work: threading.Thread) -> None:
-    work.start()
-    work.join()
-
-
 def test_a_bound_thread_binds_itself_and_its_children_alone():
-    before, seen = os.sched_getaffinity(0), []
-    one = {min(before)}
-
-    def bind():
-        cores.bind_thread(one)
-        seen.append(os.sched_getaffinity(0))
-        in_thread(threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0))))
-
-    in_thread(threading.Thread(target=bind))
-    assert seen == [one, one]
+    before = os.sched_getaffinity(0)
+    with ThreadPoolExecutor(1, initializer=cores.bind_thread, initargs=({min(before)},)) as bound:
+        child = bound.submit(lambda: ThreadPoolExecutor(1).submit(os.sched_getaffinity, 0).result())
+        assert bound.submit(os.sched_getaffinity, 0).result() == child.result() == {min(before)}
     assert os.sched_getaffinity(0) == before
 
 

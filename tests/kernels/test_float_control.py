@@ -18,15 +18,12 @@ from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Pass
 
-_libm = ctypes.CDLL("libm.so.6")
-_IS_X86 = platform.machine() == "x86_64"
-
 
 def control_register() -> int:
     """Return MXCSR without its exception flags, or FPCR, out of the `fenv_t` of glibc."""
     environment = ctypes.create_string_buffer(64)
-    _libm.fegetenv(environment)
-    if _IS_X86:
+    ctypes.CDLL("libm.so.6").fegetenv(environment)
+    if platform.machine() == "x86_64":
         return int.from_bytes(environment.raw[28:32], "little") & ~0x3F
     return int.from_bytes(environment.raw[:4], "little")
 
@@ -57,8 +54,7 @@ def test_bits_do_not_depend_on_the_callers_setting(data):
 
 def test_bits_do_not_depend_on_the_setting_with_several_threads():
     """The pool's threads inherit the setting of the thread that started them, or were started before it was made."""
-    hyper = replace(USUAL, eps=1e-40, amsgrad=True, decoupled_weight_decay=False)
-    sets = [Coefficients.at_step(hyper, 3)]
+    sets = [Coefficients.at_step(replace(USUAL, eps=1e-40, amsgrad=True, decoupled_weight_decay=False), 3)]
     length = 3 * 16 * native.CHUNK + 5  # enough for three threads
     segment = make_segment(1, length, Dtype.FLOAT32, Dtype.FLOAT16, kinds=LOST_WHEN_FLUSHED, norm=True)
     check_under_each_setting(Job(Pass.UPDATE, [segment], sets), threads=3)

@@ -67,8 +67,7 @@ def test_a_scale_that_rounds_to_one_is_none():
 
 
 def test_only_products_of_bf16_gradients_are_rounded():
-    rounding = [dtype for dtype in DTYPES if Scale.recorded(0.3, dtype).rounds]
-    assert rounding == [torch.bfloat16]
+    assert [dtype for dtype in DTYPES if Scale.recorded(0.3, dtype).rounds] == [torch.bfloat16]
     assert {Scale.recorded(1.0, dtype) for dtype in DTYPES} == {Scale()} == {Scale(1.0, rounds=False)}
 
 
@@ -76,8 +75,7 @@ def test_table_tells_hyperparameters_apart_that_did_not_live_together():
     """More than a cache keeps all of them, and the later ones would be where earlier ones were in memory."""
     table = CoefficientTable()
     rates = [float(rate) for rate in range(1, 3001)]
-    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), False) for rate in rates]
-    assert indices == list(range(3000))
+    assert [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), False) for rate in rates] == list(range(3000))
 
 
 def test_errors_show_values_of_less_than_eighty_letters() -> None:

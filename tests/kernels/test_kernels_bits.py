@@ -60,8 +60,7 @@ def test_of_equal_moments_the_greatest_is_the_older_one(dtype):
     segment = make_segment(1, 77, dtype, Dtype.NONE)
     for name, value in (("gradient", 0.0), ("exp_avg_sq", 0.0), ("max_exp_avg_sq", -0.0)):
         segment.arrays[name] = Placed(np.full_like(segment.arrays[name].view, value))
-    sets = [Coefficients.at_step(hyper, 2, double=dtype is Dtype.FLOAT64)]
-    Job(Pass.COMMIT, [segment], sets).check_everywhere()
+    Job(Pass.COMMIT, [segment], [Coefficients.at_step(hyper, 2, double=dtype is Dtype.FLOAT64)]).check_everywhere()
     assert np.signbit(segment.arrays["max_exp_avg_sq"].view).all()
 
 

@@ -31,7 +31,6 @@ WRITTEN = {
 }
 FILL = 0x3C  # such bytes are a small positive number in every dtype
 NAN = 0xFF  # and such ones NaN
-EACH_END = pytest.mark.parametrize("at_end", [True, False], ids=["ending at a guard", "beginning at a guard"])
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +84,7 @@ class Guards:
         return table
 
 
-@EACH_END
+@pytest.mark.parametrize("at_end", [True, False], ids=["ending at a guard", "beginning at a guard"])
 @pytest.mark.parametrize(("which", "fill"), [*((which, FILL) for which in Pass), (Pass.NORM, NAN)])
 @in_child
 def test_no_byte_outside_is_touched(isa, which, fill, at_end):

@@ -33,8 +33,7 @@ def test_it_has_the_bits_of_the_oracle(numel, step):
     expected = widen_bfloat16(compact.encode_bfloat16(values.numpy(), turn))
     assert torch.equal(rounded, torch.from_numpy(expected).view(torch.int32))
     for first in (1, 40, 63, 64 + 7):  # of a shard
-        part = round_by_thresholds(values[first:], step, 16, first)
-        assert torch.equal(part.view(torch.int32), rounded[first:])
+        assert torch.equal(round_by_thresholds(values[first:], step, 16, first).view(torch.int32), rounded[first:])
     of_24_bits = torch.from_numpy(compact.rounded_24bit(values.numpy(), turn))
     assert torch.equal(round_by_thresholds(values, step, 8).view(torch.int32), of_24_bits.view(torch.int32))
     assert torch.equal(values.view(torch.int32), before.view(torch.int32))

@@ -15,6 +15,7 @@ import torch
 from support.children import exit_code_of_child, in_child
 from support.kernel_arrays import Job, make_segment
 from support.strategies import USUAL, Magnitudes
+from support.waiting import wait_until
 
 from superadam import SpeculativeCPUAdamW
 from superadam.kernels import native
@@ -190,7 +191,7 @@ def test_callers_that_wait_for_their_jobs_at_once_all_wake():
     """Short jobs, so that their ends often meet."""
     start = threading.Barrier(3)
 
-    def run_many():
+    def run_many(_):
         job = make_job(*lengths_for(3), which=Pass.NORM)
         table = job.table()
         for _ in range(300):
@@ -198,8 +199,7 @@ def test_callers_that_wait_for_their_jobs_at_once_all_wake():
             native.run(Pass.NORM, table, threads=3)
 
     with ThreadPoolExecutor(3) as callers:
-        for one in [callers.submit(run_many) for _ in range(3)]:
-            one.result()
+        list(callers.map(run_many, range(3)))
 
 
 @pytest.mark.slow
@@ -226,12 +226,10 @@ def test_fork_while_another_thread_runs_jobs():
     with ThreadPoolExecutor(1) as other:
         running = other.submit(keep_running)
         try:
-            while not done[0] and not running.done():
-                time.sleep(0.001)
+            wait_until(lambda: done[0] or running.done())
             assert [exit_code_of_child(work) for _ in range(5)] == [0] * 5
             before = done[0]
-            while done[0] <= before and not running.done():
-                time.sleep(0.001)
+            wait_until(lambda: done[0] > before or running.done())
         finally:
             stop.set()
         running.result()
@@ -253,10 +251,9 @@ def test_the_interpreter_goes_on_while_a_job_runs():
         end = time.perf_counter()
         return sum(begin < at < end for at in counts) >= 3  # if the GIL was held, once before and once after the call
 
-    counter = threading.Thread(target=count)
-    counter.start()
-    try:
-        assert any(counts_beside() for _ in range(TRIES))
-    finally:
-        ends.set()
-        counter.join()
+    with ThreadPoolExecutor(1) as counter:
+        counter.submit(count)
+        try:
+            assert any(counts_beside() for _ in range(TRIES))
+        finally:
+            ends.set()

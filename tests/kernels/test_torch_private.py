@@ -53,7 +53,6 @@ ALLOWED = {
 }
 OWNERS = (torch, torch._C, Tensor, torch.UntypedStorage, torch.ops.aten.add_.Tensor, torch.optim.Optimizer, nn.Module)
 OF_TORCH = {name for owner in OWNERS for name in dir(owner) if re.fullmatch("_[^_].*", name)}
-PRIVATE = re.compile(r"_[^\W_]\w*")
 
 
 def defined(trees: Iterable[ast.AST]) -> set[str]:
@@ -89,7 +88,7 @@ def foreign(tree: ast.AST, own: set[str]) -> set[str]:
                 found |= {*module.split("."), *(name.name for name in names)}
             case ast.Constant(value=str(text)) if node not in texts:
                 found |= {*re.split(r"[^\w]", text)} - own
-    return set(filter(PRIVATE.fullmatch, found))
+    return {name for name in found if re.fullmatch(r"_[^\W_]\w*", name)}
 
 
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
@@ -558,8 +557,7 @@ def wrapped() -> nn.Module:
 
 @relied_on("is on parameters of FSDP1, and on no others", "distributed.fsdp._common_utils.FSDP_FLATTENED")
 def _() -> bool:
-    model = wrapped()
-    return torch_private.are_flattened(model.parameters()) and not torch_private.are_flattened([parameter(3)])
+    return torch_private.are_flattened(wrapped().parameters()) and not torch_private.are_flattened([parameter(3)])
 
 
 @relied_on("keeps schedulers of learning rates quiet", "optim.Optimizer._opt_called")
@@ -612,15 +610,13 @@ def test_torch_still_does_what_is_relied_on(path, one_rank):
 
 @pytest.fixture(scope="module")
 def runs():
-    command = [sys.executable, without_names.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, without_names.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_without_a_name_that_only_handles_need_no_gradient_is_taken(runs):
-    expected = {path: [] if path in NEEDED_ALONE else [path] for path in torch_private.FOUND}
-    assert runs["missing"] == expected
+    assert runs["missing"] == {path: [] if path in NEEDED_ALONE else [path] for path in torch_private.FOUND}
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])

@@ -130,8 +130,7 @@ class Rules(ast.NodeVisitor):
             self.swap(left, right)
         if isinstance(node, (*DROPPED, ast.Continue)):
             self.drop(node)
-        tests = [node.test] if isinstance(node, (ast.If, ast.While, ast.IfExp)) else getattr(node, "ifs", [])
-        for test in tests:
+        for test in [node.test] if isinstance(node, (ast.If, ast.While, ast.IfExp)) else getattr(node, "ifs", []):
             is_swapped = isinstance(test, ast.Compare) and len(test.ops) == 1 and not isinstance(test.ops[0], ORDERS)
             if not is_swapped and not isinstance(test, ast.UnaryOp):  # which other rules negate
                 self.replace("negate-condition", test, f"not ({self.text(test)})")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -163,8 +164,7 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
                         assert one.numel == sum(piece.shape.numel() for piece in one.gradients)
                 for i, parameter in enumerate(parameters):
                     assert parameter.grad is not None
-                    rounded = torch.from_numpy(sums[i]).to(dtype).reshape(parameter.shape)
-                    assert bits(parameter.grad) == bits(rounded)
+                    assert bits(parameter.grad) == bits(torch.from_numpy(sums[i]).to(dtype).reshape(parameter.shape))
             optimizer.step()
             optimizer.zero_grad()
             optimizer.load_state_dict(optimizer.state_dict())  # after which nothing is bound
@@ -232,10 +232,7 @@ def test_narrow_link_leaves_sums_on_the_host_as_they_are(make: Callable[[], Devi
 
 @pytest.mark.parametrize("error", [MemoryError("planted"), torch.OutOfMemoryError("planted"), ValueError("planted")])
 def test_sums_that_cannot_be_sent_are_left_to_the_step(error, device, monkeypatch):
-    def cannot(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Transfers, "download", cannot)
+    monkeypatch.setattr(Transfers, "download", Mock(side_effect=error))
 
     def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         with announced(scheduler):

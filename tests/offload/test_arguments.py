@@ -31,7 +31,6 @@ def refused(error: type[Exception], sentence: str, check: Any, *arguments: Any, 
 
 COUNTS: list[Any] = [0, -1, 1.0, True, False, None, "Auto", "1", math.inf, torch.tensor(3), np.int64(3)]
 OTHER_DTYPES: list[Any] = [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, "float32", "bf16", None, 16]
-DTYPES = "one of torch.float32, torch.bfloat16, torch.float16"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ DTYPES = "one of torch.float32, torch.bfloat16, torch.float16"
         ("num_threads", COUNTS, "an integer of at least 1"),
         ("bucket_numel", COUNTS, "an integer of at least 1"),
         ("gpu_buckets", [-1, *COUNTS[2:]], "an integer of at least 0"),
-        ("transfer_dtype", [*OTHER_DTYPES, float], DTYPES),
+        ("transfer_dtype", [*OTHER_DTYPES, float], "one of torch.float32, torch.bfloat16, torch.float16"),
     ],
 )
 def test_scheduler_refuses_arguments_before_it_changes_anything(name: str, values: list[Any], expected: str) -> None:
@@ -119,8 +118,7 @@ def test_several_ranks_are_refused(two_ranks: None) -> None:
 
 
 def test_sharded_parameters_may_have_ranks(two_ranks: None) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
     optimizer = SpeculativeCPUAdam([nn.Parameter(torch.ones(2)), weight])
     assert check_model(optimizer, nn.Module()) is optimizer
 

@@ -57,8 +57,7 @@ def calls_of_steps(
     model = nn.ParameterList([weight])
     optimizer = adam(model, max_grad_norm=max_grad_norm)
     steps: list[collections.Counter[str]] = []
-    overlap = contextlib.nullcontext() if device is None else OffloadScheduler(optimizer, model, device=device)
-    with overlap as scheduler:
+    with contextlib.nullcontext() if device is None else OffloadScheduler(optimizer, model, device=device) as scheduler:
         for _ in range(STEPS):
             optimizer.zero_grad()
             loss = weight.float().square().mean()

@@ -34,7 +34,6 @@ from superadam.testing import SimulatedDevice
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_torch_thread")]
 
 LIMIT = 1.0
-STEPS = 8
 
 
 class Net(nn.Module):
@@ -183,7 +182,7 @@ class Training:
         else:
             self.optimizer.step()
 
-    def run(self, steps: range = range(STEPS)) -> None:
+    def run(self, steps: range = range(8)) -> None:
         for step in steps:
             self.optimizer.zero_grad()
             self.backward(step)
@@ -314,8 +313,7 @@ def test_factors_at_the_ends_of_intervals(device: str, which: str, monkeypatch: 
     plain = Training(RECIPES["always"], None)
     plain.run(range(5))
     prediction, patched, is_redone = intervals(plain.optimizer.last_outcome.clip_coefficient)[which]
-    made = DEVICES[device]()
-    ours = Training(RECIPES["always"], made, bucket_numel=1000)
+    ours = Training(RECIPES["always"], DEVICES[device](), bucket_numel=1000)
     with ours.scheduler or contextlib.nullcontext():
         ours.run(range(4))
         before = copy.copy(ours.optimizer.statistics)

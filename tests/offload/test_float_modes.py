@@ -36,8 +36,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "upward": rounded_upward,
 }
 FACTORS = [0.0, -0.0, -1.0, -0.3, 1e-45, 1e-30, 0.5, 0.3, 1.0, 3.0, 1e30, math.inf, -math.inf, math.nan]
-Product = Callable[[nn.ParameterList, list[Tensor], float], object]
-PRODUCTS: dict[str, Product] = {
+PRODUCTS: dict[str, Callable[[nn.ParameterList, list[Tensor], float], object]] = {
     "none": lambda model, gradients, factor: None,
     "by 1": lambda model, gradients, factor: torch._foreach_mul_(gradients, torch.tensor(1.0)),
     "by a half": lambda model, gradients, factor: [one.mul_(0.5) for one in gradients],

@@ -26,8 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
 ]
 
-STEPS = 3
-
 
 class Graph(Run):
     """A run of one model, whose optimizer has a learning rate so large that a parameter of the wrong step is seen."""
@@ -63,7 +61,7 @@ def shape(
             graph.model = make().to(run.dtype)
             graph.optimizer = graph.adamw(graph.model.parameters(), lr=0.05, weight_decay=0.0)
             with graph.overlap(graph.optimizer, graph.model):
-                for graph.seed in range(STEPS):
+                for graph.seed in range(3):
                     torch.default_generator.manual_seed(graph.seed)  # dropout
                     graph.optimizer.zero_grad()
                     backward(graph)
@@ -94,11 +92,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.middle(self.embedding(x.argmax(-1))))
-
-
-def bare() -> nn.ParameterList:
-    """Return parameters that no module's forward owns."""
-    return nn.ParameterList([torch.randn(8, 8) for _ in range(3)])
 
 
 def adversaries() -> nn.ModuleDict:
@@ -140,7 +133,7 @@ shape(
 )(plain)
 
 
-@shape(bare)
+@shape(lambda: nn.ParameterList([torch.randn(8, 8) for _ in range(3)]))  # which no module's forward owns
 def parameters_outside_any_forward(run: Graph) -> None:
     x = run.inputs()
     for weight in run.model:
@@ -301,8 +294,7 @@ def half_of_the_inputs_at_a_time(run: Graph) -> None:
 
 @shape(mlp)
 def inputs_of_one_layer(run: Graph) -> None:
-    layer = run.model[2 * (run.seed % 2)]
-    loss(run.model(run.inputs())).backward(inputs=list(layer.parameters()))
+    loss(run.model(run.inputs())).backward(inputs=list(run.model[2 * (run.seed % 2)].parameters()))
 
 
 @shape(adversaries)
@@ -332,11 +324,7 @@ def backward_inside_backward(run: Graph) -> None:
     """A hook of the outer graph runs a whole other backward."""
     x = run.model[4:](run.inputs())
     inner = loss(run.model[2:4](run.inputs(1)))
-
-    def train_the_other(gradient: Tensor) -> None:
-        inner.backward()
-
-    x.register_hook(train_the_other)
+    x.register_hook(lambda gradient: inner.backward())
     loss(x).backward()
 
 
@@ -355,8 +343,7 @@ def compiled(run: Graph, function: Callable[..., Any], backend: str, **options: 
     if run.once():
         torch.compiler.reset()
         run.kept["compiled"] = torch.compile(function, backend=backend, **options)
-    result: Callable[..., Any] = run.kept["compiled"]
-    return result
+    return run.kept["compiled"]
 
 
 @shape(mlp, settings=())

@@ -31,7 +31,6 @@ from superadam.optim import adam as adam_module
 from superadam.optim import binding, entry, published_state
 from superadam.step import gradients
 
-INTERRUPTIONS = 12 * TIMES
 STEPS = 40
 LATEST_SECONDS = 0.004
 """After the beginning of an iteration, which takes about as long; decides where interruptions fall, and no result."""
@@ -72,8 +71,7 @@ class Interruptions:
         raise Interrupted
 
     def start(self) -> None:
-        timer = TIMERS[self.chance.choice(list(TIMERS))]
-        signal.setitimer(timer, self.chance.uniform(1e-5, LATEST_SECONDS))
+        signal.setitimer(TIMERS[self.chance.choice(list(TIMERS))], self.chance.uniform(1e-5, LATEST_SECONDS))
 
     def stop(self) -> None:
         self.left = 0
@@ -107,14 +105,10 @@ class Training:
             device = DEVICES[how](5)
             self._schedulers.append(OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=300))
 
-    def loss(self, number: int) -> Tensor:
-        dtype = next(self.model.parameters()).dtype
-        loss: Tensor = 30 * (self.model(batch(number, dtype, 16)) - 1).float().square().mean()
-        return loss
-
     def backward(self, number: int) -> None:
         self.optimizer.zero_grad()
-        self.loss(number).backward()
+        dtype = next(self.model.parameters()).dtype
+        (30 * (self.model(batch(number, dtype, 16)) - 1).float().square().mean()).backward()
 
     def step(self, number: int) -> None:
         """Make a step after what changes nothing."""
@@ -172,7 +166,7 @@ def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, inter
         expected.append(plain.seen())
     number = STEPS
     training = plain
-    while interruptions.count < INTERRUPTIONS:
+    while interruptions.count < 12 * TIMES:
         if number == STEPS:
             training.is_interrupted(number, interruptions)
             training.close()
@@ -349,8 +343,7 @@ def test_ctrl_c_while_a_scheduler_is_made_attaches_nothing(how: str) -> None:
         training.step(1)
 
         def make(training: Training = training) -> None:
-            device = DEVICES[how](5)
-            training._schedulers.append(OffloadScheduler(training.optimizer, training.model, device=device))
+            training._schedulers.append(OffloadScheduler(training.optimizer, training.model, device=DEVICES[how](5)))
 
         ran = struck(make, at, ctrl_c)
         training.close()

@@ -22,15 +22,12 @@ from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 
-STEPS = 4
-Body = Callable[[Model], Any]
-
 
 def read(model: Model) -> None:
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None)
 
 
-BODIES: dict[str, Body] = {
+BODIES: dict[str, Callable[[Model], Any]] = {
     "plain": lambda model: None,
     "edited": lambda model: [one.grad.clamp_(-0.1, 0.1) for one in (model.turned, model.layers[0].bias)],
     "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.2),
@@ -66,7 +63,7 @@ def train(
     )
     overlap = OffloadScheduler(optimizer, model, device=device, bucket_numel=NUMELS[seed], **options)
     with moved if device is streams else nullcontext(), overlap as scheduler:
-        for step in range(STEPS):
+        for step in range(4):
             for micro in range(count):
                 is_last = micro == count - 1
                 tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(10 * step + micro))

@@ -18,9 +18,6 @@ from superadam.kernels.torch_private import ordinary_tensors
 from superadam.state.samples import Samples
 from superadam.testing import SimulatedDevice
 
-SEEDS = 24 * TIMES
-STEPS = 6
-
 
 class Model(nn.Module):
     """Has an embedding, a weight that lies in another order, one that takes whole blocks, and one that is cut."""
@@ -88,8 +85,7 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
     micro_batches, announces = choices.choice([1, 1, 1, 2, 3]), choices.choice([False, True])
     sum_dtype = choices.choice([None, torch.float32]) if announces else None
     actions = [
-        choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"])
-        for _ in range(STEPS)
+        choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"]) for _ in range(6)
     ]
     has_streams, seed = micro_batches == 1 and choices.random() < 0.9, choices.random()
     reads_losses, losses = choices.random() < 0.5, list[Tensor]()  # reading one waits for the model's stream
@@ -169,7 +165,7 @@ def trained_late(seed: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_training_has_the_bits_of_the_host() -> None:
-    assert [seed for seed in range(SEEDS) if trained_late(seed) != train(random.Random(seed), None)] == []
+    assert [seed for seed in range(24 * TIMES) if trained_late(seed) != train(random.Random(seed), None)] == []
 
 
 @contextmanager
@@ -211,8 +207,7 @@ def test_synchronize_waits_for_what_was_published_on_another_stream(gpu_buckets:
             step()
             device.switch(1)
             overlap.synchronize()
-            values = memory_of(parameter, device).view(torch.float32).unique().tolist()
-            assert values == pytest.approx([0.5], abs=1e-6)
+            assert memory_of(parameter, device).view(torch.float32).unique().tolist() == pytest.approx([0.5], abs=1e-6)
 
 
 def test_backward_waits_for_no_micro_batch_that_is_summed_on_the_host() -> None:

@@ -77,8 +77,7 @@ def test_one_large_parameter_takes_what_many_small_ones_do(
     parameters = [
         nn.Parameter(torch.empty(size, dtype=dtype, device="cpu" if is_on_host else "meta")) for size in sizes
     ]
-    optimizer = SpeculativeCPUAdam(parameters)
-    run = needs_of_run(optimizer, PlainDevice(), Placement(0, 1, None, num_threads))
+    run = needs_of_run(SpeculativeCPUAdam(parameters), PlainDevice(), Placement(0, 1, None, num_threads))
     one = needs_of(torch.empty(sum(sizes), dtype=dtype, device="meta"), is_on_host=is_on_host)
     assert run.state == one.state
     gap = sum(map(aligned, sizes)) - aligned(sum(sizes))
@@ -113,8 +112,7 @@ def test_new_values_wait_on_the_host_where_the_device_has_no_room(free: int, wai
     _, optimizer = make(torch.bfloat16, amsgrad=True)
     for more in (0, 2, 9):  # buckets, whose state takes room as well: that of the model at most
         device = PacedDevice(H200, free_bytes=free + min(more * 100, 371) * int(bytes_of_one(amsgrad=True)))
-        needs = needs_of_run(optimizer, device, Placement(more, 100, None, 1))
-        assert needs.shadows == waiting
+        assert needs_of_run(optimizer, device, Placement(more, 100, None, 1)).shadows == waiting
 
 
 def test_a_state_that_users_have_damaged_is_passed_over() -> None:

@@ -42,8 +42,7 @@ class Text(nn.Module):
         self.last = nn.Linear(116, 1, dtype=dtype)
 
     def forward(self, step: int) -> Tensor:
-        words = torch.randint(220, (48,), generator=torch.Generator().manual_seed(step))
-        hidden = self.embedding(words)
+        hidden = self.embedding(torch.randint(220, (48,), generator=torch.Generator().manual_seed(step)))
         seen = nn.functional.conv2d(hidden.view(48, 64, 1, 1), self.image, padding=1).view(48, 16)
         read = (hidden @ self.transposed).tanh() + hidden @ self.gaps
         return 9.0 * (self.last(torch.cat([seen, read], 1)).float() - 1).square().mean()

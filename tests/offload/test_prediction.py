@@ -45,8 +45,7 @@ def width(prediction: Prediction | None) -> float:
 
 
 def test_without_clipping_values_are_published_for_no_factor_but_that() -> None:
-    predictor = trained(5.0, limit=None)
-    assert one_step(predictor, [2.5] * 4, None) == [Prediction(1.0)] * 4
+    assert one_step(trained(5.0, limit=None), [2.5] * 4, None) == [Prediction(1.0)] * 4
     assert one_step(trained(0.3), [0.15] * 4) == [Prediction(1.0)] * 4
 
 
@@ -110,8 +109,7 @@ def test_the_norm_is_no_less_than_what_has_arrived() -> None:
             predictor.predict(numel, seen, 1.0, 1.0)
         predictor.add_verdict(Applied(10.0, 0.1, 1.0))
     predictor.predict(10, 0.0, 1.0, 1.0)
-    prediction = predictor.predict(900, 50.0, 1.0, 1.0)  # too few elements for another prediction
-    assert prediction.factor <= 1.0 / 50.0
+    assert predictor.predict(900, 50.0, 1.0, 1.0).factor <= 1.0 / 50.0  # too few elements for another prediction
 
 
 def test_rare_jumps_are_not_worth_a_wide_interval() -> None:
@@ -153,8 +151,7 @@ def test_any_number_may_be_a_norm_a_factor_or_a_limit(before: int, steps: list[A
     predictor = trained(10.0, before)
     predictor.total = 400
     for seen, norm, unscaling, factor, limit in steps:
-        made = [predictor.predict(100, one, unscaling, limit) for one in (0.0, *seen)]
-        for prediction in made:
+        for prediction in [predictor.predict(100, one, unscaling, limit) for one in (0.0, *seen)]:
             if prediction is not None:
                 assert 0.0 < prediction.factor < math.inf
                 if prediction.interval is not None:

@@ -196,8 +196,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def loss_of(model: nn.Module, step: int, micro: int = 0) -> Tensor:
-    x = batch(100 * step + micro, dtype_of(model), width=16)
-    return 10 * (model(x).float() - 1).square().mean()
+    return 10 * (model(batch(100 * step + micro, dtype_of(model), width=16)).float() - 1).square().mean()
 
 
 def backward(model: nn.Module, step: int, micro: int = 0) -> Tensor:

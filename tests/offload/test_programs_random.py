@@ -129,8 +129,7 @@ class Image(nn.Module):
 
 
 def _run(layer: nn.Module, inputs: Tensor) -> Tensor:
-    output: Tensor = layer(inputs.to(dtype_of(layer)))
-    return output
+    return layer(inputs.to(dtype_of(layer)))
 
 
 class OftenFullDevice(FullDevice):

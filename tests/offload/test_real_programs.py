@@ -39,8 +39,7 @@ class Run(programs.Run):
 
     def data(self, seed: int, *shape: int) -> Tensor:
         """Return inputs; those of one seed are always the same."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(shape or (8, 16), generator=generator).to(self.dtype)
+        return torch.randn(shape or (8, 16), generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     def loss(self, model: nn.Module, seed: int) -> Tensor:
         """Return the loss of a model with 16 inputs and outputs."""
@@ -158,8 +157,7 @@ def step_in_backward(run: Run, model: nn.Module, *, hooks_are_first: bool) -> No
         for when in (True, False):
             for parameter, optimizer in optimizers.items():
                 if when is hooks_are_first:
-                    handle = parameter.register_post_accumulate_grad_hook(step_at_once)
-                    stack.callback(handle.remove)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(step_at_once).remove)
                 else:
                     stack.enter_context(run.overlap(optimizer, model))
         for step in range(4):

@@ -22,7 +22,6 @@ from superadam.devices import Device
 from superadam.testing import SimulatedDevice
 
 ROOT = Path(__file__).resolve().parents[2]
-INDEX = ROOT / "docs" / "recipes.md"
 NEEDS_MORE = {"long_sequences.py", "finetune.py", "train.py", "with_superadam.py"}
 """Than one process and torch; other tests run them."""
 PRINTS = {
@@ -69,7 +68,7 @@ def trained(name: str, device: Callable[[], Device] | None) -> tuple[Any, list[O
 
 
 def test_index_lists_every_recipe() -> None:
-    listed = set(re.findall(r"\]\(\.\./examples/(\w+\.py)\)", INDEX.read_text()))
+    listed = set(re.findall(r"\]\(\.\./examples/(\w+\.py)\)", (ROOT / "docs" / "recipes.md").read_text()))
     assert listed == {path.name for path in (ROOT / "examples").glob("*.py")} == set(PRINTS) | NEEDS_MORE
 
 

@@ -46,16 +46,14 @@ class Run:
         self.scheduler: OffloadScheduler | None = None
         where = ["none", *DEVICES][seed % (1 + len(DEVICES))]
         if where != "none":
-            device = DEVICES[where](seed)
-            self.scheduler = OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=70)
+            self.scheduler = OffloadScheduler(self.optimizer, self.model, device=DEVICES[where](seed), bucket_numel=70)
         self.backward()
         self.optimizer.step()
         self.backward()
 
     def backward(self, number: int = 0) -> None:
         self.optimizer.zero_grad()
-        loss = self.model(batch(number, torch.bfloat16, 8)).float().square().mean()
-        loss.backward()
+        self.model(batch(number, torch.bfloat16, 8)).float().square().mean().backward()
 
     def train(self, steps: int) -> None:
         for number in range(steps):
@@ -136,8 +134,7 @@ def in_two_threads(first: Callable[[], object], second: Callable[[], object], se
 
 @pytest.mark.parametrize("first", CALLS)
 def test_every_pair_of_calls(first: str, after: list[list[Any]], tmp_path: Path) -> None:
-    others = [*CALLS][[*CALLS].index(first) :]
-    for (number, second), seed in itertools.product(enumerate(others), range(TIMES)):
+    for (number, second), seed in itertools.product(enumerate([*CALLS][[*CALLS].index(first) :]), range(TIMES)):
         pair, seed = (first, second), number + seed  # other devices for the next pair
         run = Run(seed)
         in_two_threads(*(functools.partial(CALLS[name], run, tmp_path) for name in pair), seed)
@@ -245,8 +242,7 @@ def test_what_uses_a_taken_gradient_waits_for_calls_of_the_optimizer(use: str) -
     optimizer = adam(model)
     model(batch(0, torch.bfloat16)).float().sum().backward()
     optimizer.speculate()
-    parameter = next(model.parameters())
-    other = threading.Thread(target=USES[use], args=(parameter,), daemon=True)
+    other = threading.Thread(target=USES[use], args=(next(model.parameters()),), daemon=True)
     with optimizer._binding._lock():
         other.start()
         other.join(0.2)

@@ -397,5 +397,4 @@ def test_bad_hyperparameter_is_refused(key: str, value: object, is_open: bool) -
         assert are_taken(optimizer) == [is_open] * 2
     optimizer.param_groups[0][key] = good
     optimizer.step()
-    twin = trained(make(torch.bfloat16), [1, 2])
-    assert state_bits(optimizer) == state_bits(twin)
+    assert state_bits(optimizer) == state_bits(trained(make(torch.bfloat16), [1, 2]))

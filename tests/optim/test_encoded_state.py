@@ -49,10 +49,9 @@ def first(optimizer: Any) -> Any:
 
 def decoded(optimizer: SpeculativeCPUAdam) -> list[str]:
     """Return which values lie decoded in the published state at present: memory that users save with this state."""
-    entries = optimizer._binding.published.entries.items()
     return [
         key
-        for parameter, entry in entries
+        for parameter, entry in optimizer._binding.published.entries.items()
         for key in (KEYS if parameter.shape == (8, 64) else KEYS[2:])
         if isinstance(raw(entry).get(key), Tensor)
     ]
@@ -260,8 +259,7 @@ def test_converts_between_formats_at_load(before: tuple[str, str], after: tuple[
     converted.load_state_dict(optimizer.state_dict())
     copy_weights(converted, optimizer)
     if FORMATS.index(after) < FORMATS.index(before) and (before[1], after[1]) != ("fp32", "24bit"):
-        states = [one.state_dict()["state"].values() for one in (optimizer, converted)]
-        for entry, wide in zip(*states, strict=True):
+        for entry, wide in zip(*[one.state_dict()["state"].values() for one in (optimizer, converted)], strict=True):
             assert all(torch.equal(entry[key].float(), wide[key].float()) for key in entry)
         again = make(*before)
         copy_weights(again, optimizer)
@@ -447,8 +445,7 @@ def test_parameters_exchange_their_states(of_another_optimizer: bool, decoded: t
     old.step()
     held = [old.state[parameters[position]]["exp_avg"] for position in decoded]
     taken_from, given_to = old.state, new.state  # reading either would notice what is missing
-    states = [taken_from.pop(parameter) for parameter in parameters]
-    for one, state in zip(parameters, states[::-1], strict=True):
+    for one, state in zip(parameters, [taken_from.pop(one) for one in parameters][::-1], strict=True):
         given_to[one] = state
         one.grad = torch.zeros_like(one)
     new.step()

@@ -26,8 +26,7 @@ CASES = {
 
 def options_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Any]]:
     """Return constructor arguments by description; MPS and CUDA add their own, with tensors on the CPU all the same."""
-    inputs = CASES[name][2]
-    return {one.desc: one.kwargs for device in ("cpu", "mps", "cuda") for one in inputs(device, dtype)}
+    return {one.desc: one.kwargs for device in ("cpu", "mps", "cuda") for one in CASES[name][2](device, dtype)}
 
 
 CONFIGURATIONS = [(name, description) for name in CASES for description in options_of(name)]
@@ -57,12 +56,11 @@ def run(cls: type, dtype: torch.dtype, *, speculative: bool = False, **options: 
 ACCEPTED = pytest.mark.parametrize(
     ("name", "description"), [(name, one) for name, one in CONFIGURATIONS if one not in REFUSED]
 )
-BOTH_WAYS = pytest.mark.parametrize("speculative", [False, True])
 
 if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently from itself here
 
     @ACCEPTED
-    @BOTH_WAYS
+    @pytest.mark.parametrize("speculative", [False, True])
     @EACH_DTYPE
     def test_configuration_has_the_bits_of_torch(name, description, speculative, dtype):
         """A working copy has the rounded ones of torch's run in fp32."""

@@ -38,8 +38,7 @@ def _scaled(use: str, dtype: torch.dtype, *, when: str = "never", scale: float =
     for seed in range(6):
         optimizer.zero_grad()
         x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        loss = (p * x).sum() * (math.inf if seed == 2 else 1.0)
-        scaler.scale(loss).backward()
+        scaler.scale((p * x).sum() * (math.inf if seed == 2 else 1.0)).backward()
         _speculate(optimizer, scaler, when, unscales=use in ("unscale_", "clip"))
         if use == "clip":
             torch.nn.utils.clip_grad_norm_([p], 0.5)
@@ -56,8 +55,7 @@ def _scaled(use: str, dtype: torch.dtype, *, when: str = "never", scale: float =
 @pytest.mark.parametrize("scale", [2.0**10, 1000.0, 3e-3])
 def test_speculation_changes_no_bit_of_a_scaled_loop(dtype: torch.dtype, use: str, when: str, scale: float) -> None:
     """Also where the scale is no power of two, and torch rounds the unscaled gradient."""
-    speculated = list(_scaled(use, dtype, when=when, scale=scale))
-    assert speculated == list(_scaled(use, dtype, scale=scale))
+    assert list(_scaled(use, dtype, when=when, scale=scale)) == list(_scaled(use, dtype, scale=scale))
 
 
 @EACH_DTYPE
@@ -95,8 +93,7 @@ def test_an_overflow_is_the_scalers(value: float, on_nonfinite: str, when: str) 
     assert state_bits(optimizer) == before
     assert optimizer.last_outcome is outcome
     optimizer.zero_grad()
-    twin = trained(make(dtype=torch.bfloat16), [1])
-    train_alike(optimizer, twin, 2)
+    train_alike(optimizer, trained(make(dtype=torch.bfloat16), [1]), 2)
 
 
 def test_an_overflow_that_unscaling_makes_is_found() -> None:
@@ -120,8 +117,7 @@ def test_unscaling_is_expected_from_the_second_step_on() -> None:
     """Speculation computes with the factor of the last step, and is right until the scale changes."""
 
     def build() -> SpeculativeCPUAdam:  # a strided parameter: a working copy with fp32 gradients
-        values = torch.stack([parameter(6, 7).detach()] * 2, dim=-1)[..., 0]
-        return SpeculativeCPUAdam([torch.nn.Parameter(values)])
+        return SpeculativeCPUAdam([torch.nn.Parameter(torch.stack([parameter(6, 7).detach()] * 2, dim=-1)[..., 0])])
 
     optimizer, twin = build(), build()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)

@@ -12,17 +12,6 @@ from torch.optim import lr_scheduler, swa_utils
 
 from superadam import SpeculativeCPUAdamW
 
-
-def _sequential(optimizer: Any) -> Any:
-    parts = [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.5)]
-    return lr_scheduler.SequentialLR(optimizer, parts, [2])
-
-
-def _chained(optimizer: Any) -> Any:
-    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.75)]
-    return lr_scheduler.ChainedScheduler(parts, optimizer)
-
-
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
     "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
@@ -37,8 +26,13 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3),
     "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
     "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-    "SequentialLR": _sequential,
-    "ChainedScheduler": _chained,
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.5)], [2]
+    ),
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.75)],
+        optimizer,
+    ),
     "SWALR": lambda optimizer: swa_utils.SWALR(optimizer, 0.5, 3),
 }
 

@@ -62,18 +62,16 @@ def wheel_of(folder: Path, modules: dict[str, Path], name: str = TAG, tag: str =
     return wheel
 
 
-DISPATCH = str(ROOT / "cpu" / "dispatch.c")
-SOUND = ("-DSUPERADAM_SIMD", DISPATCH, "-lpthread")
+SOUND = ("-DSUPERADAM_SIMD", str(ROOT / "cpu" / "dispatch.c"), "-lpthread")
 HELPER = '__attribute__((visibility("default"))) int helper(void) { return 1; }\n'
 UNSTABLE, NOT_STABLE = "const char *PyUnicode_AsUTF8(void *);\n", "which is not in the stable ABI of 3.11"
-DYNAMIC = "#include <dlfcn.h>\n"
 
 
 NAME, BEYOND = MODULES[0], f"expected nothing beyond {', '.join(sorted(LIBRARIES))}"
 FAULTS = {  # what comes before the source, what it uses, options of the compiler, and what is told
     "kernels": ("", "0", SOUND[1:], f"{NAME} has no avx512 kernels\n{NAME} has no avx2 kernels"),
     "glibc 2.34": ("", "0", SOUND, f"{NAME} needs GLIBC_2.34, expected at most 2.17"),
-    "library": (DYNAMIC, 'dlsym(0, "")', (*SOUND, "-ldl"), f"{NAME} needs libdl.so.2, {BEYOND}"),
+    "library": ("#include <dlfcn.h>\n", 'dlsym(0, "")', (*SOUND, "-ldl"), f"{NAME} needs libdl.so.2, {BEYOND}"),
     "export": (HELPER, "0", SOUND, f"{NAME} exports PyInit__kernels, helper, expected its PyInit function alone"),
     "rpath": ("", "0", (*SOUND, "-Wl,-rpath,$ORIGIN"), f"{NAME} has an RPATH"),
     "path": ("", "__FILE__", SOUND, f"{NAME} holds the path FOLDER/source.c"),

@@ -18,8 +18,7 @@ def test_links_and_tests_exist(document):
     text = document.read_text()
     text = text.replace(f"]({SITE}", f"]({ROOT}/")
     links = [document.parent / target for target in LINK.findall(text) if "://" not in target]
-    missing = [path for path in [*links, *(ROOT / name for name in TEST.findall(text))] if not path.exists()]
-    assert not missing
+    assert not [path for path in [*links, *(ROOT / name for name in TEST.findall(text))] if not path.exists()]
 
 
 def test_links_of_the_readme_are_absolute():

@@ -317,8 +317,7 @@ def test_a_step_is_judged_by_its_bound(alone, mine, on_device, answers):
     ("times", "answer"), [((1.0, 0.95), MET), ((1.0, 0.9), MISSED), ((1.0, 2.0), MET), ((1.0,), UNKNOWN)]
 )
 def test_auto_is_judged_by_the_best_placement(times, answer):
-    rows = [measured(side, seconds) for side, seconds in zip(sides.SWEPT, times, strict=False)]
-    assert judged(*rows)[2:] == [answer]
+    assert judged(*[measured(side, seconds) for side, seconds in zip(sides.SWEPT, times, strict=False)])[2:] == [answer]
 
 
 def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is():
@@ -476,8 +475,7 @@ def test_measuring_process_is_this_script():
 def test_report_of_the_doctor_is_found_among_warnings():
     report = {"findings": [{"name": "{"}], "broken": False}
     output = "warning: {odd}\n" + json.dumps(report, indent=1) + "\nnanobind: leaked {2} types!\n"
-    context = Context(lambda *_: [Done(0, output, 1.0)], "cpu", True, "trace.json")
-    (finding,) = checks.machine(context, Limit(10.0))
+    (finding,) = checks.machine(Context(lambda *_: [Done(0, output, 1.0)], "cpu", True, "trace.json"), Limit(10.0))
     assert (finding.outcome, finding.figures) == (Outcome.GOOD, {"doctor": report})
 
 

@@ -36,10 +36,8 @@ def test_actions_of_the_release_are_pinned_by_commit():
 
 
 def test_python_is_run_in_every_version_that_the_metadata_names():
-    tested = re.search(r"python: \[(.+)\]", WORKFLOW)
-    versions = re.findall(r'"([\d.]+)"', tested[1])
-    named = [one.split(" :: ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)]
-    assert versions == named
+    versions = re.findall(r'"([\d.]+)"', re.search(r"python: \[(.+)\]", WORKFLOW)[1])
+    assert versions == [one.split(" :: ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)]
     assert PROJECT["requires-python"] == f">={versions[0]}"
     assert tag_of("x86_64").startswith(f"cp{versions[0].replace('.', '')}-abi3-")
 

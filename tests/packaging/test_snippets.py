@@ -34,7 +34,6 @@ ELSEWHERE = {"git", "pip", "sudo", "echo", "export", "cat", "ulimit", "numactl",
 ELSEWHERE |= {".venv/bin/pip", ".venv/bin/python"}
 """Programs whose commands are not tried."""
 
-README_LINES = 120
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -128,8 +127,7 @@ def test_commands_exist(page):
 
 
 def check(command: str) -> None:
-    words = shlex.split(command, comments=True)
-    match words:
+    match shlex.split(command, comments=True):
         case ["superadam", *arguments]:
             if not {argument for argument in arguments if argument.isupper()}:  # which stand for the reader's own
                 build_parser().parse_args(arguments)
@@ -162,8 +160,7 @@ def test_each_first_page_has_the_same_ways_to_install():
     source, editable, wheel = tables[0]
     assert tables == [[source, editable, wheel]] * 3
     assert [shlex.split(one)[-1] for one in (source, editable)] == [".[cli]"] * 2
-    name = f"superadam-{superadam.__version__}-{tag_of('x86_64')}.whl"
-    assert shlex.split(wheel)[-1] == f"dist/{name}[cli]"
+    assert shlex.split(wheel)[-1] == f"dist/superadam-{superadam.__version__}-{tag_of('x86_64')}.whl[cli]"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"cli", "plan", "finetune"} <= project["optional-dependencies"].keys()
     clone = f"$ git clone {project['urls']['Repository']} && cd superadam\n"
@@ -171,7 +168,7 @@ def test_each_first_page_has_the_same_ways_to_install():
 
 
 def test_the_readme_and_its_first_program_are_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     first = next(block for block in blocks_of(ROOT / "README.md") if block.language == "python")
     assert len([line for line in first.text.splitlines() if line]) <= 16
 

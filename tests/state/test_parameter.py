@@ -202,8 +202,7 @@ def test_each_step_is_a_new_version_of_its_parameter(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: t[:, :64], lambda t: t[:64].t(), lambda t: t[::2]])
 def test_a_copy_stores_its_moments_as_the_original(make: Callable[[Tensor], Tensor]) -> None:
     """Also of a parameter with gaps in its memory, which copies lose."""
-    original = torch.nn.Parameter(make(torch.randn(128, 128)))
-    optimizer = trained(SpeculativeCPUAdam([original], moments="8bit"), [1, 2])
+    optimizer = trained(SpeculativeCPUAdam([torch.nn.Parameter(make(torch.randn(128, 128)))], moments="8bit"), [1, 2])
     other = copy.deepcopy(optimizer)
     for one in (optimizer, other):
         train(one, 3)

@@ -20,7 +20,6 @@ from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable, ParameterTable
 from superadam.step import transaction
 
-PROGRAMS = 75 * TIMES
 ALLOCATING = (
     (PlainDevice, "host_empty"),
     (ParameterState, "zeros"),
@@ -106,7 +105,7 @@ def seen(seed: int, memory: Memory | None) -> list[object]:
 @pytest.mark.slow
 def test_where_memory_runs_out_the_bits_are_those_of_the_plain_run(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch)
-    assert [seed for seed in range(PROGRAMS) if seen(seed, memory) != seen(seed, None)] == []
+    assert [seed for seed in range(75 * TIMES) if seen(seed, memory) != seen(seed, None)] == []
 
 
 @pytest.mark.parametrize("failing", range(6))

@@ -82,8 +82,7 @@ def test_agreement(entries: list[tuple[float, int]], limit: float | None) -> Non
 def test_norm_is_copied_and_cleared_by_entry(entries: list[tuple[float, int]], begin: int, length: int) -> None:
     norm = norm_of(entries)
     copied = norm.copy()
-    where = slice(begin, begin + length)
-    norm.clear(where)
+    norm.clear(slice(begin, begin + length))
     assert copied.sums.tolist() == [s for s, _ in entries]
     assert copied.nonfinite.tolist() == [n for _, n in entries]
     kept = [(0.0, 0) if begin <= i < begin + length else one for i, one in enumerate(entries)]

@@ -40,8 +40,7 @@ def make_parameter(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed
 
 
 def make_gradient(parameter: torch.Tensor, kind: Magnitudes, seed: int, size: float) -> torch.Tensor:
-    rng = np.random.default_rng(seed)
-    values = random_array(rng, parameter.numel(), kind, np.float32) * np.float32(size)
+    values = random_array(np.random.default_rng(seed), parameter.numel(), kind, np.float32) * np.float32(size)
     return torch.from_numpy(values).reshape(parameter.shape).to(parameter.dtype)
 
 

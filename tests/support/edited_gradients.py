@@ -36,8 +36,7 @@ class Run:
         self.actions = ACTIONS
         self.draw, self.setting = random.Random(seed), setting
         self.generator = torch.Generator().manual_seed(seed)
-        dtype = self.draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
-        self.model = self.model_of(dtype)
+        self.model = self.model_of(self.draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]))
         self.parameters = [*self.model.parameters()]
         max_grad_norm, self.bucket_numel = self.draw.choice([None, 1.0]), self.draw.choice([500, 1000, 10_000])
         self.optimizer = SpeculativeCPUAdamW(self.parameters, lr=1e-2, max_grad_norm=max_grad_norm)

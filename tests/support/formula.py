@@ -128,7 +128,7 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c, rounded once, for operands that are all float32 or all float64 (then by the C library)."""
     with np.errstate(all="ignore"):
         is_double = np.result_type(a, b, c) == np.float64
-        return np.asarray(_fma_each(a, b, c), np.float64) if is_double else _fma_float32(a, b, c)
+        return np.asarray(np.frompyfunc(_libm.fma, 3, 1)(a, b, c), np.float64) if is_double else _fma_float32(a, b, c)
 
 
 def _fma_float32(a: Array, b: Array, c: Array) -> Array:
@@ -153,7 +153,6 @@ def _fma_float32(a: Array, b: Array, c: Array) -> Array:
 
 _libm = ctypes.CDLL("libm.so.6")
 _libm.fma.restype, _libm.fma.argtypes = ctypes.c_double, [ctypes.c_double] * 3
-_fma_each = np.frompyfunc(_libm.fma, 3, 1)
 
 
 # -- casts of the working copy: bf16 and fp16 as uint16 bit patterns -------------------------------------------------

@@ -93,8 +93,7 @@ def launch_adam(
     kept = {name: tensor(numel // 64 if "exponents" in name else numel, dtype) for name, dtype in dtypes.items()}
     largest = tensor(numel, dtypes["exp_avg"]) if Flag.AMSGRAD in flags else None
     arrays = {"gradient": tensor(numel, gradient), "parameter": tensor(numel, parameter, aligned)}
-    step = ResidentStep(**kept, max_exp_avg_sq=largest, **arrays, coefficients=0)
-    gpu.update([step], [COEFFICIENTS[flags]])
+    gpu.update([ResidentStep(**kept, max_exp_avg_sq=largest, **arrays, coefficients=0)], [COEFFICIENTS[flags]])
 
 
 def launch_pack(

@@ -38,8 +38,7 @@ class Listing:
         for name, array in (stored | compact.encode(values, case.k.turn, form)).items():
             segment.arrays[name] = Placed(array)
         segment.arrays["accepted_gradient"] = Placed(segment.arrays["gradient"].view.copy())
-        older = dataclasses.replace(at_factor(case.k, 0.75), interval=None)
-        self.job = Job(which, [segment], [case.k, older])
+        self.job = Job(which, [segment], [case.k, dataclasses.replace(at_factor(case.k, 0.75), interval=None)])
         segment.accepted_coefficients = 1
         kinds = {"index": np.uint32, "gradient": segment.arrays["gradient"].view.dtype}
         names = ["index", *(name for name in LISTED if name in segment.arrays)]
@@ -89,8 +88,7 @@ class Listing:
         positions = np.arange(self.segment.length) + self.segment.first_threshold
         is_cut = Format.MASTER_24BIT in self.segment.format
         moved = partial(compact.moved_24bit, turn=k.turn, positions=positions) if is_cut else None
-        certain = formula.is_certain(k, self.segment.out_dtype, wide, *state, moved=moved)
-        index = np.flatnonzero(~certain)
+        index = np.flatnonzero(~formula.is_certain(k, self.segment.out_dtype, wide, *state, moved=moved))
         return {"index": index.astype(np.uint32), **{name: now[name][index] for name in LISTED if name in now}}
 
     @property

@@ -233,16 +233,13 @@ def _replace_freed(tensor: Tensor) -> None:
 
 
 def _grow(tensor: Tensor) -> None:
-    if tensor.is_shared():  # torch ends the process
-        return
-    tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes() + 64)
+    if not tensor.is_shared():  # torch ends the process
+        tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes() + 64)
 
 
 def _swap(tensor: Tensor) -> None:
     other = tensor.detach().clone()
-    if isinstance(tensor, nn.Parameter):
-        other = nn.Parameter(other)
-    torch.utils.swap_tensors(tensor, other)
+    torch.utils.swap_tensors(tensor, nn.Parameter(other) if isinstance(tensor, nn.Parameter) else other)
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -289,10 +286,6 @@ def _group_of_its_own(run: Run, parameter: Tensor, key: str) -> None:
 def _freeze_or_thaw(run: Run, parameter: Tensor, key: str) -> None:
     if parameter is not run.model["c"]:  # which has the hook
         parameter.requires_grad_(not parameter.requires_grad)
-
-
-def _assign_state(run: Run, parameter: Tensor, key: str) -> None:
-    run.optimizer.state = defaultdict(dict, run.optimizer.state)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -365,7 +358,7 @@ ACTIONS = [
     Action("groups in another order", lambda run, p, key: run.optimizer.param_groups[0]["params"].reverse()),
     Action("a group of its own", _group_of_its_own),
     Action("frozen or thawed", _freeze_or_thaw),
-    Action("assign the state", _assign_state),
+    Action("assign the state", lambda run, *_: setattr(run.optimizer, "state", defaultdict(dict, run.optimizer.state))),
     Action("copy of the optimizer", lambda run, p, key: run.held.append(copy.deepcopy(run.optimizer).state_dict())),
     Action("parameter: write", lambda run, p, key: p.mul_(0.5)),
     Action("parameter: write through .data", lambda run, p, key: p.data.mul_(0.5)),

@@ -208,8 +208,7 @@ def batch(seed: int, dtype: torch.dtype = torch.float32, width: int = 8, rows: i
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
     """Return a loss large enough that `max_grad_norm=1` clips some steps."""
-    dtype = next(model.parameters()).dtype
-    return 30 * (model(batch(seed, dtype)) - 1).float().square().mean()
+    return 30 * (model(batch(seed, next(model.parameters()).dtype)) - 1).float().square().mean()
 
 
 def adam(model: nn.Module, **options: Any) -> SpeculativeCPUAdam:
@@ -228,8 +227,7 @@ def eager(optimizer: SpeculativeCPUAdam, model: nn.Module, **options: Any) -> Of
 
 
 def everything(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
-    buffers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
-    return {**state_bits(optimizer), "buffers": buffers}
+    return {**state_bits(optimizer), "buffers": {name: buffer.tolist() for name, buffer in model.named_buffers()}}
 
 
 def train(

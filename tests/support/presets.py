@@ -10,15 +10,13 @@ from superadam.offload.needs import needs_of
 from superadam.plan import memory
 from superadam.plan.models import on_meta
 
-GIGABYTE = 10**9
-
 PRESETS = presets()
 
 
 def row(name: str, preset: Preset) -> str:
     setting, model = preset.setting, on_meta(preset.config)
     needs = [needs_of(one, is_on_host=False, storage=setting.storage) for one in model.parameters()]
-    state = sum(each.state for each in needs) / GIGABYTE
+    state = sum(each.state for each in needs) / 10**9
     link = f"[`{name}`](../examples/presets/{name}.yaml)"
     size = f"{setting.sequences} x {setting.tokens}"
     return f"| {link} | {setting.ranks} | {size} | {preset.parameters:,} | {state:.0f} |"

@@ -89,8 +89,7 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     here = _ranks[:ranks]
     with tempfile.TemporaryDirectory() as folder:
         for rank, worker in enumerate(here):
-            job = inspect.getfile(work), work.__name__, rank, ranks, f"{folder}/store", arguments
-            worker.connection.send(job)
+            worker.connection.send((inspect.getfile(work), work.__name__, rank, ranks, f"{folder}/store", arguments))
         results: dict[int, Any] = {}
         left = {worker.connection: rank for rank, worker in enumerate(here)}
         while left:

@@ -114,8 +114,7 @@ class Synchronous:
         for i, gradient in gradients.items():
             one = self.parameters[i]
             one.step += 1
-            double = one.p.dtype == np.float64
-            k = Coefficients.at_step(hyper[i], one.step, clip, double=double)
+            k = Coefficients.at_step(hyper[i], one.step, clip, double=one.p.dtype == np.float64)
             stepped = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
             state = dict(zip(("master", *compact.MOMENTS), stepped, strict=True))
             if Format.MOMENTS_8BIT in one.form:

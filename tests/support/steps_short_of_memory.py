@@ -214,8 +214,7 @@ class Training:
             self.scheduler._transfers.is_short = False
         for micro in range(self.case.micro):
             is_last = micro == self.case.micro - 1
-            context = nullcontext() if is_last else self.scheduler.accumulate(self.case.sum_dtype)
-            with context:
+            with nullcontext() if is_last else self.scheduler.accumulate(self.case.sum_dtype):
                 x = batch(0 if self.case.is_patched else 10 * number + micro, self.case.dtype, self.case.width)
                 size = factor * (1 + 0.1 * math.sin(number)) if self.case.is_patched else factor
                 ((self.model(x) - 1).float().square().mean() * size).backward()  # type: ignore[no-untyped-call]

@@ -106,8 +106,7 @@ class Finder(ast.NodeTransformer):
         self.found.append(wait)
         if not self.change(wait):
             return None
-        target = ast.Name("__passed__", ast.Load())
-        return ast.copy_location(ast.Call(target, [node.func.value], []), node)
+        return ast.copy_location(ast.Call(ast.Name("__passed__", ast.Load()), [node.func.value], []), node)
 
 
 def found_in(module: ModuleType) -> list[Wait]:
