@@ -63,8 +63,7 @@ def test_the_fastest_is_the_one_with_the_shortest_run():
     clock = Clock()
     noisy = clock.action("n", iter([9.0, 1.0, 9.0]))
     steady = clock.action("s", itertools.repeat(2.0))
-    before = clock.action("b", itertools.repeat(5.0))
-    assert fastest([steady, noisy], 2, before, clock=clock) == 1
+    assert fastest([steady, noisy], 2, clock.action("b", itertools.repeat(5.0)), clock=clock) == 1
     assert "".join(clock.log) == "sn" + "bsbn" + "bnbs"
 
 
@@ -120,28 +119,25 @@ def test_traffic_ends_where_the_arrays_end(threads):
     np.testing.assert_array_equal(arrays.by_name["out"][end:], before[end:])
 
 
-MISFITS = [
-    ("length", NUMEL - 1, 32, "multiple of 4096"),
-    ("length", NUMEL, 48, "burst that divides"),
-    ("length", NUMEL, 16, "burst that divides"),
-    ("gradient", 0, 32, "aligned to 64"),
-    ("gradient", 68, 32, "aligned to 64"),
-    ("gradient_dtype", 9, 32, "dtypes"),
-    ("format", int(Format.MOMENTS_8BIT), 32, "burst that divides"),
-    ("format", int(Format.MASTER_24BIT), 32, "burst that divides"),
-    ("format", int(Format.MOMENTS_8BIT), 64, "aligned to 64"),
-    ("format", int(Format.MASTER_24BIT), 64, "aligned to 64"),
-    ("format", int(Format.MOMENTS_8BIT | Format.MOMENTS_BFLOAT16), 64, "format"),
-    ("format", int(Format.LISTED_24BIT), 64, "format"),
-    ("format", -1, 64, "format"),
-]
-
-
 def test_traffic_that_does_not_fit_is_refused():
     arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
     before = arrays.by_name["out"].copy()
     how = {"prefetch": 0, "stream_out": False, "stream_state": False}
-    for field, value, burst, message in MISFITS:
+    for field, value, burst, message in (
+        ("length", NUMEL - 1, 32, "multiple of 4096"),
+        ("length", NUMEL, 48, "burst that divides"),
+        ("length", NUMEL, 16, "burst that divides"),
+        ("gradient", 0, 32, "aligned to 64"),
+        ("gradient", 68, 32, "aligned to 64"),
+        ("gradient_dtype", 9, 32, "dtypes"),
+        ("format", int(Format.MOMENTS_8BIT), 32, "burst that divides"),
+        ("format", int(Format.MASTER_24BIT), 32, "burst that divides"),
+        ("format", int(Format.MOMENTS_8BIT), 64, "aligned to 64"),
+        ("format", int(Format.MASTER_24BIT), 64, "aligned to 64"),
+        ("format", int(Format.MOMENTS_8BIT | Format.MOMENTS_BFLOAT16), 64, "format"),
+        ("format", int(Format.LISTED_24BIT), 64, "format"),
+        ("format", -1, 64, "format"),
+    ):
         table = arrays.segments(with_norm=False)
         table[field] = value
         with pytest.raises(ValueError, match=message):
@@ -231,9 +227,8 @@ def test_the_command_says_how_state_is_stored(moments, master, commit_bytes, upd
 @pytest.mark.usefixtures("tiny")
 def test_json_that_cannot_be_written_is_a_sentence(capsys):
     assert cli.main(["bench", "--threads", "1", "--json", "/dev/full"]) == cli.USAGE_STATUS
-    error = capsys.readouterr().err
     sentence = "cannot write the output: No space left on device; free some space or choose another place"
-    assert error == f"superadam: {sentence}\n"
+    assert capsys.readouterr().err == f"superadam: {sentence}\n"
 
 
 @pytest.mark.usefixtures("tiny")

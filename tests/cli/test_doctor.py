@@ -69,13 +69,12 @@ TWO_NODES, ONE_OF_MEMORY = (
     {f"/sys/devices/system/node/node{node}/cpulist": cpus for node, cpus in enumerate(lists)}
     for lists in (("0-1", "2-3", ""), ("0-71", ""))
 )
-NUMACTL = "numactl --cpunodebind=0 --membind=0 COMMAND"
 
 
 @pytest.mark.parametrize(
     ("probe", "files", "options", "remedy"),
     [
-        (processor.numa_nodes, TWO_NODES, {}, NUMACTL),
+        (processor.numa_nodes, TWO_NODES, {}, "numactl --cpunodebind=0 --membind=0 COMMAND"),
         (processor.numa_nodes, TWO_NODES, {"affinity": frozenset({2, 3})}, ""),
         (processor.numa_nodes, ONE_OF_MEMORY, {}, ""),
         (memory.huge_pages, {HUGE: "[always] madvise never"}, {}, ""),
@@ -173,8 +172,7 @@ def test_locked_memory_matters_only_with_a_gpu(tmp_path, monkeypatch, limit, has
 
 
 def test_bandwidth_is_what_was_moved_over_the_time_it_took():
-    arrays = PassArrays(1 << 20, Dtype.FLOAT32, Dtype.BFLOAT16)
-    measured = memory.measure_bandwidth(arrays, 1, seconds=0.0)
+    measured = memory.measure_bandwidth(PassArrays(1 << 20, Dtype.FLOAT32, Dtype.BFLOAT16), 1, seconds=0.0)
     assert 1e6 < measured < 1e13  # a byte per microsecond is slower than any machine, ten terabytes a second faster
 
 

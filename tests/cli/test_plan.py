@@ -67,8 +67,7 @@ def test_an_efficiency_that_is_given_replaces_the_range(folder: str, capsys: pyt
 
 
 def test_what_does_not_fit_ends_with_1_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("llama-3.1-8b", "--machine", "rtx4090-desktop", "--batch", "2")
-    status, out, _ = said(capsys, *words)
+    status, out, _ = said(capsys, "llama-3.1-8b", "--machine", "rtx4090-desktop", "--batch", "2")
     assert status == 1
     assert "training does not fit: the host needs" in out
     assert "it fits with --moments bf16 --master 24bit" in out
@@ -104,6 +103,5 @@ def test_words_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_presets_bring_their_setting() -> None:
-    words = ["plan", "qwen3-30b-a3b", "--seq", "1024"]
-    setting, machine = command.setting_of(build_parser().parse_args(words))
+    setting, machine = command.setting_of(build_parser().parse_args(["plan", "qwen3-30b-a3b", "--seq", "1024"]))
     assert (setting.ranks, setting.tokens, machine) == (2, 1024, "gh200")

@@ -56,10 +56,7 @@ MODELS = {
     "words": ('{"model_type": "llama", "vocab_size": -1}', "Trying to create tensor with negative dimension -1: "),
     "experts": ('{"model_type": "llama", "num_experts": "many"}', "num_experts of ./experts is 'many', expected"),
     "count": ('{"model_type": "llama", "num_experts": [1]}', "num_experts of ./count is [1], expected"),
-    "nested": (
-        '{"model_type": "gemma3"}',
-        "a gemma3, has 0 layers, expected 1 to 10000; correct",
-    ),
+    "nested": ('{"model_type": "gemma3"}', "a gemma3, has 0 layers, expected 1 to 10000; correct"),
     "once": ('{"model_type": "ctrl"}', "a ctrl cannot be run without values"),
     "window": ('{"model_type": "llama", "sliding_window": "8"}', "sliding_window of ./window is '8', expected"),
     "unlike": ('{"model_type": "gemma4_text"}', "the layers of a gemma4_text differ in a way that its layer_types do"),

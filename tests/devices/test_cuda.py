@@ -134,8 +134,7 @@ def test_pinned_memory_is_asked_to_be_mapped_for_every_device(cuda, monkeypatch)
 
 
 def test_without_a_runtime_nothing_is_reached():
-    if torch.version.cuda is None and torch.version.hip is None:
-        assert _runtime() == []
+    assert torch.version.cuda or torch.version.hip or _runtime() == []
 
 
 def test_only_cuda_devices_are_taken():
@@ -265,8 +264,7 @@ TWO_NODES = {
 def test_cores_near_the_device_but_two_are_idle_and_ranks_divide_them(cuda, tmp_path):
     """Of these, all but two CPUs lie near this one's, so that most of the ranks are likely to be here."""
     assert FakeDevice(cuda, machine(tmp_path, TWO_NODES)).idle_cores() == 4
-    ranks = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    device = FakeDevice(cuda, machine(tmp_path, TWO_NODES, ranks))
+    device = FakeDevice(cuda, machine(tmp_path, TWO_NODES, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}))
     assert device._cpus == {2, 3, 4}
     assert device.idle_cores() == 1
 

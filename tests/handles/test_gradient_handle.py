@@ -123,11 +123,6 @@ def _accumulate(parameter: Any) -> None:
     (parameter * torch.linspace(-3, 3, parameter.numel(), dtype=parameter.dtype).view_as(parameter)).sum().backward()
 
 
-def _start_again(parameter: Any) -> None:
-    parameter.grad = None
-    _accumulate(parameter)
-
-
 def _own(parameter: Any, value: float) -> Tensor:
     return torch.tensor(value, dtype=parameter.dtype)
 
@@ -446,7 +441,7 @@ WRITTEN: dict[str, Operation] = {
 """What gives the gradient back."""
 
 REPLACED: dict[str, Operation] = {
-    "start again": lambda p, held: _start_again(p),
+    "start again": lambda p, held: _replace(p, None) or _accumulate(p),
     "set to none": lambda p, held: (_replace(p, None), _accumulate(p)),
     "set product": lambda p, held: _replace(p, p.grad * 2),
     "set alias": lambda p, held: _replace(p, p.grad.detach()),
@@ -487,13 +482,11 @@ Values = Callable[[int], Tensor]
 def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values) -> Any:
     """Do the same to a taken and to an ordinary gradient; return what the first has become."""
     start = values(int(np.prod(shape))).view(shape).to(dtype)
-    start = with_other_strides(start) if place == "columns" else start
-    ours, theirs, _owner = pair_for(start)
+    ours, theirs, _owner = pair_for(with_other_strides(start) if place == "columns" else start)
     taken: Any = taken_of(ours.grad)
     if place != "here":
         taken.pending = with_other_strides(taken.pending) if place == "other strides" else taken.pending.contiguous()
-    arrived = taken.pending.clone()
-    pending = taken.pending
+    pending, arrived = taken.pending, taken.pending.clone()
     del taken
     held_ours, held_theirs = list[Any](), list[Any]()
     for name in operations:
@@ -538,8 +531,7 @@ def test_any_sequence_is_as_on_an_ordinary_gradient(operations, dtype, shape, pl
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
-    others = [torch.float32, torch.float16, torch.float64]
-    for dtype in (torch.bfloat16, others[list(OPERATIONS).index(name) % 3]):
+    for dtype in (torch.bfloat16, [torch.float32, torch.float16, torch.float64][list(OPERATIONS).index(name) % 3]):
         gradient = run([name], dtype, (5, 7), "other strides", irregular)
         assert taken_of(gradient) is not None or name not in RECORDED.keys() | READ.keys()
     run(["div", name, "norm"], torch.bfloat16, (5, 7), "here", irregular)
@@ -651,7 +643,7 @@ UNFIT: dict[str, Callable[[], Tensor]] = {
     "negated lazily, as it was loaded": lambda: pickle.loads(pickle.dumps(torch._neg_view(torch.ones(3)))),
     "with an attribute": lambda: _with(torch.ones(3), "label", "weight"),
     "with a gradient": lambda: _with(torch.ones(3), "grad", torch.ones(3)),
-    "that an array has had": lambda: _array_of(torch.ones(3)),
+    "that an array has had": lambda: (one := torch.ones(3), one.numpy())[0],
     "of an array": lambda: torch.from_numpy(np.ones(3, np.float32)),
     "of another library": lambda: torch.from_dlpack(np.ones(3, np.float32)),
     "of a file": lambda: torch.from_file(__file__, size=3),
@@ -666,17 +658,9 @@ def _with(gradient: Tensor, name: str, value: object) -> Tensor:
     return gradient
 
 
-def _array_of(gradient: Tensor) -> Tensor:
-    gradient.numpy()
-    return gradient
-
-
 @pytest.mark.parametrize("kind", UNFIT)
 def test_unfit_gradient_is_not_taken(kind: str) -> None:
-    gradient = UNFIT[kind]()
-    parameter = nn.Parameter(torch.zeros(gradient.shape))
-    parameter.grad = gradient
-    del gradient
+    parameter = _with_gradient(UNFIT[kind]())
     before = type(parameter.grad)
     assert take_gradient(parameter) is None
     assert type(parameter.grad) is before
@@ -791,8 +775,7 @@ def test_modules_are_converted_as_with_ordinary_gradients(conversion: str, swap:
         assert bits([p.grad for p in ours]) == bits([p.grad for p in theirs])
         assert [p.grad.stride() for p in ours] == [p.grad.stride() for p in theirs]
         if not accumulates:
-            is_kept = conversion.startswith(("no change", "layout"))
-            assert [taken_of(p.grad) is not None for p in ours] == [is_kept] * 2
+            assert [taken_of(p.grad) is not None for p in ours] == [conversion.startswith(("no change", "layout"))] * 2
 
 
 def test_a_leaf_and_its_gradient_are_copied_together() -> None:

@@ -45,8 +45,7 @@ def register(folder: Path) -> torch.device:
     """Compile the backend and register it, for the rest of this process."""
     from torch.utils import cpp_extension
 
-    flags = ["-O0"]
-    backend = cpp_extension.load("private_backend", [str(SOURCE)], build_directory=str(folder), extra_cflags=flags)
+    backend = cpp_extension.load("private_backend", [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O0"])
     backend.init()
     module = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, current_device=lambda: 0)
     module.device, module.Event, module._is_in_bad_fork = lambda _: nullcontext(), Event, lambda: False
@@ -83,12 +82,6 @@ def trained(device: torch.device, *, overlaps: bool) -> list[Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def compare(folder: Path) -> None:
-    device = register(folder)
-    for ours, theirs in zip(trained(device, overlaps=True), trained(device, overlaps=False), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def can_compile() -> bool:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return bool(shutil.which("g++") and shutil.which("ninja") and header.exists() and sys.platform == "linux")
@@ -103,4 +96,6 @@ def test_training_on_such_a_backend_has_the_bits_of_the_optimizer_alone(tmp_path
 
 
 if __name__ == "__main__":
-    compare(Path(sys.argv[1]))
+    device = register(Path(sys.argv[1]))
+    for ours, theirs in zip(trained(device, overlaps=True), trained(device, overlaps=False), strict=True):
+        assert torch.equal(ours, theirs)

@@ -356,13 +356,10 @@ def test_forked_process_saves_beside_a_save(tmp_path, monkeypatch):
 
 
 def test_threads_begin_their_saves_one_after_the_other(tmp_path):
-    def begin(number):
-        return save(tmp_path / str(number), *make(SpeculativeCPUAdamW, seed=number), wait=False)
-
     with ThreadPoolExecutor(4) as threads:
-        paths = [*threads.map(begin, range(4))]
+        saves = threads.map(lambda n: save(tmp_path / str(n), *make(SpeculativeCPUAdamW, seed=n), wait=False), range(4))
     wait()
-    assert [path.exists() for path in paths] == [True] * 4
+    assert [path.exists() for path in saves] == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -378,13 +375,12 @@ def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
     """Or it would hold tensors of two steps."""
     pair = stepped(kind, torch.bfloat16, **smaller)
     save(tmp_path, *pair)
-    reach, trainers = getattr(*moment), list[threading.Thread]()
+    reach, trainers = getattr(*moment), list[None]()
 
     def step_before(*arguments):
         if not trainers:
-            trainers.append(threading.Thread(target=train, args=pair))
-            trainers[0].start()
-            trainers[0].join()
+            with ThreadPoolExecutor(1) as threads:
+                trainers.append(threads.submit(train, *pair).result())
         return reach(*arguments)
 
     with monkeypatch.context() as patch:

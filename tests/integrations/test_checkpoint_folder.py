@@ -32,10 +32,8 @@ def begun(folder: Path, states: Any = None) -> Iterator[Path]:
 def save(folder: Path, content: bytes = b"content", *, keep: int = 2, states: Any = None) -> Path:
     states = {look(folder).state} if states is None else states
     with begun(folder, states) as part:
-        files = {}
-        for name in ("a", ".b"):
-            (part / name).write_bytes(content)
-            files[name] = (len(content), checkpoint_folder.sha256(part / name))
+        paths = part / "a", part / ".b"
+        files = {path.name: (path.write_bytes(content), checkpoint_folder.sha256(path)) for path in paths}
         path, _ = checkpoint_folder.publish(part, files, keep, states)
         return path
 
@@ -179,6 +177,5 @@ def test_checkpoint_of_another_run_is_never_deleted(tmp_path):
 def test_one_whose_run_cannot_be_read_is_deleted_as_before(tmp_path):
     for content in (b"", b"[]", b"{", b"[" * 100_000):
         (save(tmp_path) / "manifest.json").write_bytes(content)
-    states = {look(tmp_path).state}
-    save(tmp_path, keep=1, states=states)
+    save(tmp_path, keep=1)
     assert names(tmp_path) == [".lock", "latest", "save-00000005"]

@@ -111,8 +111,7 @@ def test_a_run_goes_on_with_the_bits_and_losses_of_deepspeed(folder):
     found = loaded(model, optimizer)
     if (DATA / folder.partition("/")[0] / "universal").is_dir():
         assert_same(found, universal(DATA / folder.partition("/")[0] / "universal"))
-    files = [*(DATA / folder).rglob("*model_states.pt")]
-    module = torch.load(files[0], weights_only=True)["module"]
+    module = torch.load(next((DATA / folder).rglob("*model_states.pt")), weights_only=True)["module"]
     for name, value in model.state_dict().items():
         if module[name].numel():  # not of ZeRO-3
             assert torch.equal(value, module[name]), name
@@ -135,8 +134,7 @@ def test_shards_of_fsdp2_take_over_a_run_of_two_ranks(rank):
     model, optimizer = continued("zero3-2", is_sharded=True)
     assert_same(loaded(model, optimizer), universal(DATA / "zero3-2/universal"))
     with OffloadScheduler(optimizer, model):
-        losses = later_losses(model, optimizer, rank, 2)
-    assert losses == pytest.approx(expected_losses("zero3-2"), rel=TOLERANCE)
+        assert later_losses(model, optimizer, rank, 2) == pytest.approx(expected_losses("zero3-2"), rel=TOLERANCE)
 
 
 def test_gaps_where_deepspeed_aligns_each_parameter_are_passed_over(tmp_path):
@@ -425,9 +423,8 @@ def test_what_cannot_be_continued_changes_nothing(tmp_path, fault, dtype):
     folder, pattern, change, sentence = FAULTS[fault]
     copy = edited(tmp_path, folder, pattern, change)
     model, optimizer = training(dtype=dtype)
-    with refused(
-        optimizer, CheckpointError, f"{sentence}.*nothing was loaded" if "nothing" not in sentence else sentence
-    ):
+    sentence += "" if "nothing" in sentence else ".*nothing was loaded"
+    with refused(optimizer, CheckpointError, sentence):
         deepspeed.load(copy / "universal" if "moment" in fault else copy, model, optimizer)
     assert not model.shift.any()
 
@@ -471,8 +468,7 @@ def of_another_stage(content: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("folder", "change"), [("zero2-1", compiled), ("zero2-2/universal", of_another_stage)])
 def test_names_of_wrappers_and_round_robin_of_another_stage_change_nothing(tmp_path, folder, change):
-    copy = edited(tmp_path, folder, "*model_states*", changed_model(change))
-    assert everything(copy) == everything(DATA / folder)
+    assert everything(edited(tmp_path, folder, "*model_states*", changed_model(change))) == everything(DATA / folder)
 
 
 def test_files_without_checksums_are_not_taken_for_damaged_ones(tmp_path):
@@ -523,8 +519,7 @@ class Trap:
 def test_nothing_that_a_checkpoint_names_is_executed(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     content = torch.load(DATA / "zero2-1/global_step3/mp_rank_00_model_states.pt", weights_only=True)
-    change: Any = lambda path: torch.save({**content, "trap": Trap(call)}, path)  # noqa: E731
-    copy = edited(tmp_path, "zero2-1", "*model*", change)
+    copy = edited(tmp_path, "zero2-1", "*model*", lambda path: torch.save({**content, "trap": Trap(call)}, path))
     model, optimizer = training()
     if call is shutil.copy:  # unknown to torch, thus inert
         deepspeed.load(copy, model, optimizer)
@@ -535,17 +530,11 @@ def test_nothing_that_a_checkpoint_names_is_executed(tmp_path, monkeypatch, call
 
 
 def test_state_is_read_a_parameter_at_a_time(monkeypatch):
-    asked: list[str] = []
-    flat = zero_checkpoint.ZeroCheckpoint.flat
-
-    def counted(self, name, key):
-        asked.append(name)
-        return flat(self, name, key)
-
-    monkeypatch.setattr(zero_checkpoint.ZeroCheckpoint, "flat", counted)
-    checkpoint = zero_checkpoint.ZeroCheckpoint(DATA / "zero3-2")
+    asked, kind = list[str](), zero_checkpoint.ZeroCheckpoint
+    flat = kind.flat
+    monkeypatch.setattr(kind, "flat", lambda self, name, key: asked.append(name) or flat(self, name, key))
     model, optimizer = training()
-    entries = deepspeed._state_dict(checkpoint, dict(model.named_parameters()), optimizer)["state"]
+    entries = deepspeed._state_dict(kind(DATA / "zero3-2"), dict(model.named_parameters()), optimizer)["state"]
     assert not asked
     next(iter(entries.values()))
     assert {*asked} == {"embed.weight"}

@@ -49,8 +49,7 @@ class Model(nn.Module):
         self.register_buffer("step", torch.tensor([3, 4]))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.second(self.first(inputs).relu()) * self.scalar
-        return self.tied(hidden)
+        return self.tied(self.second(self.first(inputs).relu()) * self.scalar)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": 7}
@@ -99,8 +98,7 @@ def test_every_bit_comes_back_and_training_goes_on(kind, dtype, options, tmp_pat
         model.second.bias.requires_grad_(False)  # its state stays
     extra = {"epoch": 3, "losses": [1.5, float("inf")], "name": "x", "random": torch.get_rng_state(), "none": None}
     before = content(*pair)
-    path = save(tmp_path, *pair, extra=extra)
-    assert path == tmp_path / "save-00000001"
+    assert save(tmp_path, *pair, extra=extra) == tmp_path / "save-00000001"
     assert content(*pair) == before
     loaded = load(tmp_path, *other)
     assert torch.equal(loaded.pop("random"), extra.pop("random"))
@@ -353,7 +351,6 @@ def test_wrapper_with_state_of_its_own_is_saved_itself_and_goes_on_from_a_link(k
 
 
 UNSAVEABLE = "extra, a parameter group or the model's state holds an object, expected numbers"
-NO_COUNT = r"keep is .*, expected a whole number of at least 1"
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -361,16 +358,15 @@ NO_COUNT = r"keep is .*, expected a whole number of at least 1"
     ("options", "words"),
     [
         *(({"extra": extra}, UNSAVEABLE) for extra in ({"path": Path("/")}, lambda: None, threading.Lock())),
-        *(({"keep": keep}, NO_COUNT) for keep in (0, -1, True, 1.5, None)),
+        *(({"keep": keep}, "keep is .*, expected a whole number of at least 1") for keep in (0, -1, True, 1.5, None)),
         ({"optimizer": make(torch.optim.AdamW)[1]}, "the optimizer has parameters that the model lacks"),
     ],
 )
 def test_what_cannot_be_saved_is_one_sentence(options, words, wait, pair, tmp_path):
     """Pickles are not executed but for DCP's own metadata, so that there are none to load."""
     model, optimizer = pair
-    given = {"optimizer": optimizer, "wait": wait, **options}
     with pytest.raises(CheckpointError, match=words):
-        save(tmp_path, model, **given)
+        save(tmp_path, model, **{"optimizer": optimizer, **options}, wait=wait)
     assert os.listdir(tmp_path) in ([], [".lock"])
 
 
@@ -449,9 +445,7 @@ def test_full_disk_is_one_sentence_and_the_older_one_stays(tmp_path):
 
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_checkpoint_that_cannot_be_named_is_deleted(earlier, pair, tmp_path, monkeypatch):
-    replace = os.replace
-
-    def fail(*paths: Path) -> None:
+    def fail(*paths: Path, replace: Callable[..., object] = os.replace) -> None:
         if paths[1].name == "latest":
             raise OSError(errno.ENOSPC, "planted")
         replace(*paths)
@@ -660,9 +654,8 @@ def test_only_one_that_is_not_the_first_needs_its_name(pair, tmp_path):
 def test_damaged_newest_one_is_never_passed_over_in_silence(pair, tmp_path):
     older, newest = save(tmp_path, *pair, extra="older"), save(tmp_path, *pair)
     (newest / "values.pt").write_bytes(b"")
-    path = latest(tmp_path)
-    assert path == newest
-    assert f"load {older}, which is intact" in refused(path, *new())
+    assert latest(tmp_path) == newest
+    assert f"load {older}, which is intact" in refused(newest, *new())
     shutil.rmtree(newest)
     for _ in range(2):  # lost, then `latest` damaged
         with pytest.raises(CheckpointError) as error:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 import support.frameworks  # noqa: F401 - nothing is looked up in a network
@@ -124,21 +124,13 @@ def test_the_loss_falls_and_the_costs_are_told(whole):
 def logits_of(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
-    logits: torch.Tensor = model(torch.arange(20)[None]).logits
-    return logits
+    return model(torch.arange(20)[None]).logits
 
 
 def test_the_saved_model_loads_and_goes_on_as_it_was(whole):
     out, _ = whole
     assert torch.equal(logits_of(out), logits_of(out / f"checkpoint-{STEPS}"))
     assert AutoTokenizer.from_pretrained(out)("1 + 1")["input_ids"]
-
-
-@contextlib.contextmanager
-def without_schedulers() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadCallback, "on_train_begin", lambda *_, **__: None)
-        yield
 
 
 def test_torch_s_adamw_is_one_word_away(folder):
@@ -186,7 +178,7 @@ def train_shards(rank: int, folder: Path, runs: list[tuple[str, list[str]]]) -> 
     for name, words in runs:
         out, way = folder / "ranks" / name, contextlib.nullcontext()
         if name == "plain":
-            way = without_schedulers()
+            way = mock.patch.object(OffloadCallback, "on_train_begin", return_value=None)
         elif name == "stopped" and "--resume_from_checkpoint=auto" not in words:
             way = preempted(is_told=rank == 1)
         with as_of_torchrun(rank, 2), way:
@@ -214,8 +206,7 @@ def environment_of(ranks: int) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    file = str(SCRIPT.parent / "presets" / "fsdp2.yaml")
-    words = ["--config_file", file, "--num_processes", str(ranks), str(SCRIPT)]
+    words = ["--config_file", f"{SCRIPT.parent}/presets/fsdp2.yaml", "--num_processes", str(ranks), str(SCRIPT)]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     made: dict[str, str] = prepare_multi_gpu_env(arguments)
     return {name: value for name, value in made.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
@@ -284,12 +275,11 @@ def test_a_model_alone_is_no_run_to_go_on_with(folder):
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_ranks_that_cannot_meet_are_told_once(local_rank, folder, tmp_path, monkeypatch):
-    fails = Mock(side_effect=torch.distributed.DistNetworkError("no answer\nand more"))
+    fails = mock.Mock(side_effect=torch.distributed.DistNetworkError("no answer\nand more"))
     monkeypatch.setattr(torch.distributed, "init_process_group", fails)
     monkeypatch.setattr("sys.argv", [str(SCRIPT), *words_of(folder, tmp_path)])
     told = "^1$" if local_rank else r"^finetune.py: the ranks could not meet \(no answer\); [^\n]*$"
-    variables = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in variables.items():
+    for name, value in {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     from accelerate.state import PartialState
 

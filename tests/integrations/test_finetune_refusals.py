@@ -81,9 +81,8 @@ FILES = {
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """Return the program's names; it works in a folder with a model's configuration, and loads nothing."""
-    folder = tmp_path_factory.mktemp("refusals")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+        patch.chdir(tmp_path_factory.mktemp("refusals"))
         Qwen3Config(vocab_size=2, hidden_size=8, num_hidden_layers=1).save_pretrained("model")
         words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")))
         words.save_pretrained("model")
@@ -150,20 +149,17 @@ def test_each_number_has_a_range_which_is_held_to():
     numbers = {name for name, kind in types.items() if re.search(r"\b(int|float)\b", kind)}
     assert numbers - refused.keys() == fine_tuning.RANGES.keys()
     for name, (least, end, expected) in fine_tuning.RANGES.items():
-        below = ["0"] if least > 0 else ["-1"]
-        for number in [*below, "-3", *([] if end == math.inf else [str(end)])]:
+        for number in ["0" if least > 0 else "-1", "-3", *([] if end == math.inf else [str(end)])]:
             found = make_dataclass("Configuration", [(name, float, None)])(float(number))
             with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} is {number}.*, expected .* {expected};"):
                 fine_tuning.check_options([found], {name: number}, superadam=True)
 
 
-READERS = ["transformers/trainer.py", "transformers/training_args.py", "trl/trainer/sft_trainer.py"]
-
-
 def test_each_field_of_trl_is_read_by_somebody_or_refused():
     """A field that no line of Trainers, their callbacks or this program reads is one that nobody obeys."""
     package = Path(transformers.__file__).parents[1]
-    texts = [(package / name).read_text() for name in READERS]
+    readers = ("transformers/trainer.py", "transformers/training_args.py", "trl/trainer/sft_trainer.py")
+    texts = [(package / name).read_text() for name in readers]
     texts += [path.read_text() for path in (package / "transformers").glob("trainer_*.py")]
     texts += [(package / "transformers/integrations/integration_utils.py").read_text(), SCRIPT.read_text()]
     texts.append((ROOT / "superadam/integrations/fine_tuning.py").read_text())

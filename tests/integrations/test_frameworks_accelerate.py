@@ -16,18 +16,13 @@ from superadam.integrations import distributed_checkpoint
 pytestmark = MARKS
 
 
-def fresh(**options: Any) -> Accelerator:
-    """Return an Accelerator with options of its own; a process has otherwise those of its first one."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    return Accelerator(cpu=True, **options)
-
-
 def accelerated(dtype, clip="none", size=math.inf, *, moments="fp32", epochs=2, at_end=None, **options) -> Training:
     """Return a loop as Accelerate documents it, which may call something at the end of each epoch."""
 
     def train(run: Run) -> None:
-        accelerator = fresh(**options)
+        AcceleratorState._reset_state(reset_partial_state=True)  # else a process has the options of its first one
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, **options)
         optimizer = adamw(plain := Predictor(dtype), moments=moments)
         model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))
         run.open(wrapped.optimizer, model)
@@ -38,8 +33,7 @@ def accelerated(dtype, clip="none", size=math.inf, *, moments="fp32", epochs=2, 
                     accelerator.backward(loss)
                     run.logged.append({"loss": loss.detach()})
                     if accelerator.sync_gradients and clip == "norm":
-                        norm = accelerator.clip_grad_norm_(model.parameters(), size)
-                        run.logged[-1]["norm"] = norm.item()
+                        run.logged[-1]["norm"] = accelerator.clip_grad_norm_(model.parameters(), size).item()
                     elif accelerator.sync_gradients and clip == "value":
                         accelerator.clip_grad_value_(model.parameters(), size)
                     wrapped.step()

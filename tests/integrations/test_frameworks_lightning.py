@@ -233,8 +233,7 @@ class Rivals(lightning.LightningModule):
         self.logged: list[dict[str, Any]] = []
 
     def configure_optimizers(self) -> tuple[Optimizer, Optimizer]:
-        first, second = map(adamw, self.models)
-        return first, second
+        return tuple(map(adamw, self.models))
 
     def training_step(self, batch: Tensor, index: int) -> None:
         first, second = self.optimizers()

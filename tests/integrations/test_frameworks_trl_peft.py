@@ -62,12 +62,10 @@ def adapted(base: torch.dtype, adapters: torch.dtype) -> nn.Module:
     return model
 
 
-OFTEN = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1}
-
-
 def chosen(folder: Path, **options: Any) -> dict[str, Any]:
     """Return arguments; limits are such that some steps are clipped, but for adapters."""
-    return {"output_dir": str(folder), "bf16": False, "learning_rate": 1e-2, **QUIET, **OFTEN, **options}
+    often = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1}
+    return {"output_dir": str(folder), "bf16": False, "learning_rate": 1e-2, **QUIET, **often, **options}
 
 
 def check(make: Callable[[], Trainer], dtype: torch.dtype) -> Trainer:
@@ -200,11 +198,10 @@ def grpo_trainer(dtype: torch.dtype, folder: Path) -> Trainer:
 
 
 OF_SFT = [sft_trainer_as_configured_by_default, sft_trainer_with_adapters, sft_trainer_that_packs]
-MAKERS = [*OF_SFT, trainer_with_adapters, dpo_trainer, grpo_trainer]
 
 
 @dtypes
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", [*OF_SFT, trainer_with_adapters, dpo_trainer, grpo_trainer])
 def test_offload(tmp_path, make, dtype):
     """The bits are those of the same optimizer without a scheduler; in fp32 also those of torch's."""
     check(lambda: make(dtype, tmp_path), torch.float32 if make is trainer_with_adapters else dtype)

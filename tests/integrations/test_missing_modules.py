@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-
-OF_INTEGRATIONS = [
-    ("transformers", "transformers", r"install superadam\[finetune\]"),
-    ("lightning", "lightning.pytorch", "pip install lightning"),
-]
-
-
-@pytest.mark.parametrize(("integration", "missing", "remedy"), OF_INTEGRATIONS)
+@pytest.mark.parametrize(
+    ("integration", "missing", "remedy"),
+    [
+        ("transformers", "transformers", r"install superadam\[finetune\]"),
+        ("lightning", "lightning.pytorch", "pip install lightning"),
+    ],
+)
 def test_integration(monkeypatch, integration, missing, remedy):
     name = f"superadam.integrations.{integration}"
     monkeypatch.setitem(sys.modules, missing, None)
@@ -37,4 +35,4 @@ def test_example(monkeypatch, script, missing, extra):
     monkeypatch.setitem(sys.modules, missing, None)
     told = rf'{script} cannot be run \(.*{missing.partition(".")[0]}.*\); pip install "superadam\[{extra}\]"'
     with pytest.raises(SystemExit, match=told):
-        runpy.run_path(str(EXAMPLES / script))
+        runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / script))

@@ -54,8 +54,7 @@ def llama(dtype: torch.dtype, **options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(**{"num_hidden_layers": 2, **sizes, **heads, **options})
-    return LlamaForCausalLM(config).to(dtype)
+    return LlamaForCausalLM(LlamaConfig(**{"num_hidden_layers": 2, **sizes, **heads, **options})).to(dtype)
 
 
 def trainer_in(folder: Path, dtype: torch.dtype, *, model: dict[str, Any] | None = None, **options: Any) -> Trainer:
@@ -278,8 +277,7 @@ def test_moments_that_contradict_an_optimizer_of_ours_are_refused(tmp_path):
     assert trainer.create_optimizer() is trainer.optimizer
     for moments in (None, "bf16", "fp32"):
         trainer = trainer_in(tmp_path, torch.bfloat16)
-        options = {"lr": 1e-3, "moments": "bf16", "max_grad_norm": 0.5}
-        trainer.optimizer_cls_and_kwargs = (SpeculativeCPUAdamW, options)
+        trainer.optimizer_cls_and_kwargs = SpeculativeCPUAdamW, {"lr": 1e-3, "moments": "bf16", "max_grad_norm": 0.5}
         offload(trainer, moments=moments)
         with pytest.raises(ValueError, match=words) if moments == "fp32" else contextlib.nullcontext():
             made = trainer.create_optimizer()
@@ -306,22 +304,15 @@ def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path):
     assert [one.scheduler for one in made] == [None, None]
 
 
-class Reporter(TrainerCallback):
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-        self.seen.append(dict(logs))
-
-
 def test_reporters_and_the_history_have_the_counts(tmp_path):
-    reporter = Reporter()
+    reporter, seen = TrainerCallback(), list[dict[str, Any]]()
+    reporter.on_log = lambda *_, logs, **__: seen.append(dict(logs))
     trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[reporter], logging_steps=2)
     callback = offload(trainer, **SCHEDULER)
     trainer.train()
     assert callback.scheduler is None
     kept = [entry for entry in trainer.state.log_history if "loss" in entry]
-    told = [entry for entry in reporter.seen if "loss" in entry]
+    told = [entry for entry in seen if "loss" in entry]
     names = ("committed", "clipped", "skipped")
     for entries in (kept, told):
         assert [sum(entry[f"superadam_{name}"] for name in names) for entry in entries] == [2] * 5
@@ -457,8 +448,7 @@ def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path, monkeypatch):
         refused(RuntimeError, told, trainer)
         setattr(trainer, name, False)
     several = {"parallel_mode": integration.ParallelMode.DISTRIBUTED, "world_size": 2, "device": torch.device("cuda")}
-    arguments = SimpleNamespace(**vars(trainer.args), **several)
-    monkeypatch.setattr(trainer, "args", arguments)
+    monkeypatch.setattr(trainer, "args", SimpleNamespace(**vars(trainer.args), **several))
     refused(RuntimeError, "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2$", trainer)
     trainer.is_distributed_loading_by_transformers = True  # its parameters are shards
     integration._check_way_of_training(trainer)
@@ -498,7 +488,6 @@ def test_signals_are_the_program_s_own_after_training_and_where_ranks_cannot_mee
 
 
 STEPS = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 
 
 @pytest.mark.parametrize(
@@ -506,7 +495,7 @@ EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch"}
     [
         (5, {**STEPS, "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.3}),
         (4, {**STEPS, "save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True}),
-        (3, {**EPOCHS, "load_best_model_at_end": True}),
+        (3, {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}),
     ],
     ids=["the best is kept", "the best is saved", "epochs"],
 )

@@ -94,8 +94,7 @@ def test_the_environment_says_how_state_is_stored(program, monkeypatch):
 
 def test_arguments_by_position_are_those_of_torch():
     given = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3, "amsgrad": True}
-    optimizer = with_superadam.AdamW(model().parameters(), *given.values())
-    assert optimizer.param_groups[0].items() >= given.items()
+    assert with_superadam.AdamW(model().parameters(), *given.values()).param_groups[0].items() >= given.items()
 
 
 @pytest.mark.parametrize("words", [[], ["none.py"]])

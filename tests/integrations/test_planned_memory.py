@@ -12,7 +12,6 @@ from support.machines import machine
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
-
 from support.presets import PRESETS, peaks_found_once  # noqa: E402, F401
 
 from superadam.host.machine import Host  # noqa: E402
@@ -56,6 +55,5 @@ def test_what_does_not_fit_names_moment_and_remedies(tmp_path, setting, gpu, hos
 
 def test_options_of_trl_are_those_of_a_plan():
     sizes = {"per_device_train_batch_size": 4, "max_length": 4096, "gradient_accumulation_steps": 1, "world_size": 1}
-    training = SimpleNamespace(**sizes, loss_type="nll", activation_checkpointing=True)
-    setting = setting_of(training, "fp32", "fp32")
+    setting = setting_of(SimpleNamespace(**sizes, loss_type="nll", activation_checkpointing=True), "fp32", "fp32")
     assert setting == Setting(sequences=4, tokens=4096, micro_batches=1, ranks=1, loss="chunked", checkpointing=True)

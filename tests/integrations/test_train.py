@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 TINY = ["--model", "tiny", "--steps", "8", "--max-grad-norm", "2"]
 """A run of which some steps are clipped and some are not."""
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SENTENCES = b"".join(b"%d bottles of milk on the wall, and %d on the floor.\n" % (n, n * n % 97) for n in range(200))
 
 
@@ -30,11 +29,10 @@ def _in_a_folder_with_a_text(tmp_path, monkeypatch):
 def run(*words: str, out: str = "run") -> tuple[int, dict[str, Any]]:
     report = Path(f"{out}.json")
     status = train.main([*TINY, "--text", "sentences.txt", "--out", out, "--report", str(report), *words])
-    found: dict[str, Any] = json.loads(report.read_text(), parse_constant=lambda word: pytest.fail(word))
-    return status, found
+    return status, json.loads(report.read_text(), parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize(("dtype", "overlap"), [("bf16", True), ("bf16", False), ("fp32", True)])
 def test_verified_run(device, dtype, overlap, capsys):
     words = ["--verify", "--dtype", dtype, "--device", device, "--inject-nan", "3", "--inject-nan", "5"]
@@ -80,8 +78,9 @@ def test_a_run_without_a_limit_clips_nothing():
     assert (found["clipped"], found["max_grad_norm"]) == (0, "inf")
 
 
-def _plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the run without superadam differ by one bit of what it leaves, or in a step."""
+@pytest.mark.parametrize("fault", ["master", "exp_avg", "exp_avg_sq", "parameter", "norm"])
+def test_planted_difference_is_found(fault, monkeypatch, capsys):
+    """The run without superadam differs by one bit of what it leaves, or in a step."""
 
     class Faulty(train.TorchAdamW):
         def state_dict(self) -> Any:
@@ -100,11 +99,6 @@ def _plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 self.last_outcome = type(was)(was.kind, was.grad_norm * (1 + 1e-9), was.clip_coefficient)
 
     monkeypatch.setattr(train, "PLAIN", Faulty)
-
-
-@pytest.mark.parametrize("fault", ["master", "exp_avg", "exp_avg_sq", "parameter", "norm"])
-def test_planted_difference_is_found(fault, monkeypatch, capsys):
-    _plant(fault, monkeypatch)
     status, found = run("--verify", "--steps", "2")
     assert status == 1
     assert "\nNOT verified: " in capsys.readouterr().out

@@ -38,8 +38,7 @@ def check_certain(case: Case, seed: int, *, is_cut: bool = False) -> None:
         values = values_at(case, case.k.s, rounds=publishes_rounded, is_cut=is_cut)
         published = widen(narrow(values, dtype), dtype)[certain]
         for at, values in others.items():
-            other = widen(narrow(values, dtype), dtype)[certain]
-            assert differing(published, other) == 0, (at, dtype)
+            assert differing(published, widen(narrow(values, dtype), dtype)[certain]) == 0, (at, dtype)
 
 
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
@@ -60,14 +59,12 @@ def test_sums_with_decay_are_rounded_for_every_factor(seed, lr):
     hyper = dataclasses.replace(ORDINARY, lr=lr, eps=0.0, beta2=0.95, decoupled_weight_decay=False)
     k, rng = Coefficients.at_step(hyper, 1, 0.5).over(Interval(0.25, 0.75)), np.random.default_rng(seed)
     case = Case(k, Interval(0.25, 0.75), elements(rng, 4096, k, every=[decayed]))
-    case = dataclasses.replace(case, elements=beside_midpoints(rng, case, Dtype.BFLOAT16))
-    check_certain(case, seed)
+    check_certain(dataclasses.replace(case, elements=beside_midpoints(rng, case, Dtype.BFLOAT16)), seed)
 
 
 EACH_PASS = pytest.mark.parametrize(
     "which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE], ids=lambda which: which.name.lower()
 )
-LENGTHS = st.one_of(st.integers(0, 70), st.sampled_from([native.CHUNK - 1, native.CHUNK + 3, 2 * native.CHUNK + 21]))
 
 
 @EACH_PASS
@@ -75,7 +72,7 @@ LENGTHS = st.one_of(st.integers(0, 70), st.sampled_from([native.CHUNK - 1, nativ
     case=cases(),
     gradient=st.sampled_from((Dtype.FLOAT32, *HALVES)),
     out=st.sampled_from(HALVES),
-    length=LENGTHS,
+    length=st.integers(0, 70) | st.sampled_from([native.CHUNK - 1, native.CHUNK + 3, 2 * native.CHUNK + 21]),
     form=st.sampled_from(FORMATS),
 )
 def test_every_instruction_set_lists_what_the_oracle_does(which, case, gradient, out, length, form):
@@ -155,8 +152,7 @@ def test_a_product_with_the_step_size_may_not_overflow_for_one_factor_alone():
 def test_few_elements_are_uncertain_in_fine_tuning():
     """A test that called everything uncertain would be right, and of no use."""
     case = training_case(1 << 18)
-    moved = partial(compact.moved_24bit, turn=0x12345678)
-    for cut, most in ((None, 0.02), (moved, 0.03)):
+    for cut, most in ((None, 0.02), (partial(compact.moved_24bit, turn=0x12345678), 0.03)):
         uncertain = {dtype: np.mean(~formula.is_certain(case.k, dtype, *case.elements, moved=cut)) for dtype in HALVES}
         assert uncertain[Dtype.BFLOAT16] < most
         assert uncertain[Dtype.FLOAT16] < 8 * most

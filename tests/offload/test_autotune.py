@@ -129,17 +129,14 @@ def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(device, capl
 def test_what_waits_for_the_verdict_is_kept(waits: Sequence[int], kept: int) -> None:
     """All its work comes after backward, however fast the host is before that."""
     steps = Steps(SIZES, bucket_numel=1000)
-    for _ in range(10 * AGREEING_STEPS):
-        if steps.make(seconds_per_element=0.9e-3, waits=waits):
-            break
+    assert any(steps.make(seconds_per_element=0.9e-3, waits=waits) for _ in range(10 * AGREEING_STEPS))
     assert steps.autotuner.placement.gpu_buckets == kept
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.09, 0), (0.15, 1)])
 def test_a_last_result_that_is_late_by_two_percent_is_kept(seconds: float, kept: int) -> None:
     """Of five seconds from the first bucket to the last."""
-    steps = Steps(SIZES, bucket_numel=1000)
-    assert steps.choose(seconds_per_element=seconds / 1000).gpu_buckets == kept
+    assert Steps(SIZES, bucket_numel=1000).choose(seconds_per_element=seconds / 1000).gpu_buckets == kept
 
 
 def test_nothing_moves_before_several_steps_agree(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,15 +144,10 @@ def test_nothing_moves_before_several_steps_agree(caplog: pytest.LogCaptureFixtu
     slow, fast = {"seconds_per_element": 2e-3}, {"seconds_per_element": 1e-9}
     with caplog.at_level(logging.INFO, "superadam"):
         for _ in range(3):
-            for _ in range(6):  # also the rate is that of most of the last buckets
-                assert not steps.make(**fast)
-            for _ in range(AGREEING_STEPS - 1):
-                assert not steps.make(**slow)
+            assert not any(steps.make(**fast) for _ in range(6))  # also the rate is that of most of the last buckets
+            assert not any(steps.make(**slow) for _ in range(AGREEING_STEPS - 1))
         assert not caplog.records
-        for _ in range(30):
-            steps.make(**slow)
-            if steps.autotuner.placement.gpu_buckets:
-                break
+        assert any(steps.make(**slow) for _ in range(30))
     assert steps.autotuner.placement.gpu_buckets == 4
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("superadam", "INFO")
@@ -312,8 +304,7 @@ def test_a_wait_before_the_last_bucket_is_not_that_at_the_end_of_backward(monkey
     monkeypatch.setattr(Autotuner, "choose", lambda self, awaited_at, seconds: awaited.append(awaited_at))
     options = {"device": EagerSimulatedDevice(1, 1.0), "bucket_numel": 64, "gpu_buckets": 0}
     with overlapped(torch.bfloat16, **options) as (model, optimizer, scheduler):
-        middle = model[2].weight
-        middle.register_post_accumulate_grad_hook(lambda _: setattr(scheduler._pipeline, "awaited_at", 1.0))
+        model[2].weight.register_post_accumulate_grad_hook(lambda _: setattr(scheduler._pipeline, "awaited_at", 1.0))
         train(model, optimizer, range(3))
     assert awaited == 3 * [math.inf]
 

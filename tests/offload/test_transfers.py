@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,17 +120,11 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
 
 
 def test_room_for_new_values_is_that_of_one_backward_and_what_is_there_is_not_asked_for_again() -> None:
-    class ShortDevice(EagerSimulatedDevice):
-        def free_bytes(self) -> int:
-            return 0
-
-        def reserve(self, needs: HostNeeds) -> None:
-            asked.append(needs)
-
     found = []
     for backwards in (1, 3):
         asked = list[HostNeeds]()
-        device = ShortDevice(1, 1.0)
+        device = EagerSimulatedDevice(1, 1.0)
+        device.free_bytes, device.reserve = lambda: 0, asked.append
         with overlapped(torch.bfloat16, bucket_numel=70, gpu_buckets=0, device=device) as (model, optimizer, scheduler):
             for _ in range(backwards):  # not announced
                 loss_of(model, 0).backward()
@@ -146,24 +141,18 @@ def test_parts_of_a_step_do_not_pile_up() -> None:
     device.scatter = lambda sources, targets: None  # nor does it wait
     states = states_of(torch.zeros(4))
     transfers = transfers_of(device)
-    stage = transfers.stage([states] * 5)
-    for part, places in enumerate(stage):
+    for part, places in enumerate(transfers.stage([states] * 5)):
         places[states[0]].value.fill_(1.0)
         transfers.publish(places)
-        under_way = sum(not arrived.query() for arrived, _, _ in transfers._untold)
-        assert under_way == min(part + 1, 2)
+        assert sum(not arrived.query() for arrived, _, _ in transfers._untold) == min(part + 1, 2)
     transfers.stage([states])  # of the next step
     assert all(arrived.query() for arrived, _, _ in transfers._untold)
 
 
 def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:
     """Else the device would seem to hold more packed gradients with each, and in the end be short of memory."""
-
-    class Full(SimulatedDevice):
-        def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-            raise MemoryError
-
-    device = Full(0)
+    device = SimulatedDevice(0)
+    device.host_empty = Mock(side_effect=MemoryError)
     states = states_of(torch.ones(5), torch.ones(5, dtype=torch.bfloat16))
     transfers = transfers_of(device)
     for chosen in (set(), {states[0]}, {*states}):
@@ -203,17 +192,16 @@ def test_values_come_up_while_backward_goes_on() -> None:
     assert transfers._most_packed == transfers._reused.size > 0
 
 
-MEETING = threading.Barrier(2)
-
-
 class MeetingStatistics(OverlapStatistics):
     """Lets threads that add to `uploaded_bytes` at once all read it before any writes."""
+
+    meeting = threading.Barrier(2)
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name == "uploaded_bytes":
             with suppress(threading.BrokenBarrierError):  # the other one cannot come while this one has a lock
-                MEETING.wait(0.2)
+                self.meeting.wait(0.2)
         return value
 
 
@@ -222,6 +210,5 @@ def test_uploads_of_two_threads_at_once_are_both_counted() -> None:
     statistics = MeetingStatistics()
     transfers = Transfers(PlainDevice(), statistics, Trace())
     with ThreadPoolExecutor(2) as threads:
-        for upload in [threads.submit(transfers.upload, torch.ones(3), torch.zeros(3)) for _ in range(2)]:
-            upload.result()
+        list(threads.map(lambda _: transfers.upload(torch.ones(3), torch.zeros(3)), range(2)))
     assert statistics.uploaded_bytes == 2 * 3 * 4

@@ -19,7 +19,6 @@ from superadam import _kernels
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "tests" / "support" / "kernels_elsewhere.py"
 IS_X86 = platform.machine() == "x86_64"
 BEYOND_BASELINE = r"%[yz]mm|\tv[a-z]" if IS_X86 else r"\b[zp]\d+\.[bhsdq]\b"
 """What the disassembly of instructions looks like that not every CPU of this architecture has."""
@@ -54,7 +53,7 @@ def run_elsewhere(kernels: Path, command: Sequence[str] = (), **environment: str
     """Return what the program reports, or else what it says of its failure."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SUPERADAM_")}
     clean["OPENBLAS_CORETYPE"] = "Nehalem"  # numpy's own choice may not run in an emulator
-    words = [*command, sys.executable, str(PROGRAM), str(kernels), *superadam.__path__]
+    words = [*command, sys.executable, ROOT / "tests/support/kernels_elsewhere.py", kernels, *superadam.__path__]
     done = subprocess.run(words, env=clean | environment, check=False, capture_output=True, text=True)
     return done.stderr if done.returncode == 1 else json.loads(done.stdout)
 
@@ -103,8 +102,7 @@ def test_a_compiler_that_lacks_a_vector_instruction_set_is_refused(tmp_path):
     old.write_text('#!/bin/sh\ncase "$*" in *-mavx512bw*|*+sve*) exit 1; esac\nexec cc "$@"\n')
     old.chmod(0o755)
     said = configure(tmp_path / "build", f"-DCMAKE_C_COMPILER={old}", status=1)
-    isa = "avx512" if IS_X86 else "sve"
-    assert f"superadam's {isa} kernels need a compiler that takes" in said
+    assert f"superadam's {'avx512' if IS_X86 else 'sve'} kernels need a compiler that takes" in said
     assert "SUPERADAM_SIMD=OFF" in said
 
 

@@ -34,9 +34,8 @@ def last_line(folder: Path, *arguments: str, packages: Path | None = Path(np.__f
 @pytest.mark.parametrize("arguments", [("-c", "import superadam"), ("-m", "superadam")])
 def test_sources_without_kernels_are_one_sentence(arguments, sources):
     said = last_line(sources, *arguments)
-    assert said.startswith(
-        f"ImportError: superadam was imported from its sources in {sources}, which lack the compiled"
-    )
+    began = f"ImportError: superadam was imported from its sources in {sources}, which lack the compiled"
+    assert said.startswith(began)
     remedy = "start Python in another folder or with PYTHONSAFEPATH=1 to import what is installed"
     assert said.endswith(f"{remedy}, or install the sources in editable mode")
 

@@ -61,10 +61,7 @@ def test_peaks_are_those_of_the_allocator(kind: str, layers: int, loss: str, che
     assert max(peaks.values()) == pytest.approx(measured(config, loss, checkpointing), rel=0.005)
 
 
-ONE_OF_EACH = {preset.model_type: name for name, preset in presets().items()}  # of each architecture
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+@pytest.mark.parametrize("name", {one.model_type: name for name, one in presets().items()}.values())  # one of each
 def test_peaks_of_presets_lie_on_a_line(name: str) -> None:
     """Two more periods of layers add twice what one does, within 0.1 percent; few tokens do: logits are in chunks."""
     config = presets()[name].config
@@ -81,8 +78,7 @@ def test_parameters_of_presets_are_those_published(name: str) -> None:
 
 
 def planned(config: Any, tokens: int = TOKENS, **how: Any) -> dict[str, int]:
-    parameters = sum(one.numel() for one in on_meta(config).parameters())
-    return activations_of(config, parameters, SEQUENCES, tokens, **how)
+    return activations_of(config, sum(one.numel() for one in on_meta(config).parameters()), SEQUENCES, tokens, **how)
 
 
 @pytest.mark.parametrize(("tokens", "checkpointing"), [(32, False), (TOKENS, True)])  # first, embeddings weigh more

@@ -18,12 +18,10 @@ from superadam.offload.placement import Placement
 from superadam.plan import machines
 from superadam.plan.events import Bucket, Clipping, Passes, Rates, Work, simulate
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-
 
 def rows_of(pattern: str) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, float]]]:
     """Yield rows and sides of stored results of bench/pace.py that use all threads."""
-    for path in sorted(RESULTS.glob(pattern)):
+    for path in sorted((Path(__file__).resolve().parents[2] / "bench" / "results").glob(pattern)):
         found = json.loads(path.read_text())
         for row in found["rows"]:
             for side in [*row["placements"], row["auto"]]:
@@ -57,8 +55,7 @@ def predicted(row: dict[str, Any], side: dict[str, Any], rates: dict[str, float]
     clipping = Clipping()
     if row.get("clipped_share", 0.0) > 0.5:
         clipping = Clipping(1.0, is_predicted=side["accepted"] > 0.1, missed=side["redone"])
-    times = row["forward_seconds"], row["backward_seconds"]
-    work = Work(buckets, *times, bucket_numel=numel, clipping=clipping)
+    work = Work(buckets, row["forward_seconds"], row["backward_seconds"], bucket_numel=numel, clipping=clipping)
     python = 3e-4 + (side.get("bucket_seconds") or 0.0) / int(threads)
     return simulate(Rates(rates["memory"], rates["download"], rates["upload"], passes, python, 9e-5), work).seconds
 
@@ -118,17 +115,15 @@ def test_faster_rates_make_no_step_longer(work: Work, name: str, factor: float) 
 
 def test_each_share_of_clipped_steps_costs_something() -> None:
     work = Work([Bucket(1 << 24, 1.0)] * 4, 0.02, 0.02)
-    seconds = [
-        simulate(RATES, replace(work, clipping=Clipping(share))).seconds for share in (0, 0.02, 0.2, 0.25, 0.97, 1)
-    ]
+    clippings = map(Clipping, (0, 0.02, 0.2, 0.25, 0.97, 1))
+    seconds = [simulate(RATES, replace(work, clipping=clipping)).seconds for clipping in clippings]
     assert seconds == sorted({*seconds})
 
 
 @given(work=works(), factor=st.floats(0.1, 0.95))
 def test_fewer_tokens_never_raise_tokens_per_second(work: Work, factor: float) -> None:
     fewer = replace(work, forward=factor * work.forward, backward=factor * work.backward)
-    allowed = a_bucket(RATES, work)
-    assert factor / (simulate(RATES, fewer).seconds + allowed) <= 1 / simulate(RATES, work).seconds
+    assert factor / (simulate(RATES, fewer).seconds + a_bucket(RATES, work)) <= 1 / simulate(RATES, work).seconds
 
 
 @given(work=works())
@@ -147,8 +142,7 @@ def test_buckets_are_cut_as_the_scheduler_cuts() -> None:
     parts = parts_of([(one, 1 / 3) for one in tensors], 1 << 19)
     each = 409_600
     assert [part.shape.numel() for part in parts] == [4096, each, each, each, 128]
-    buckets = buckets_of(parts, Placement(0, 1 << 19, None, 1))
-    assert [one.numel for one in buckets] == [4096 + 2 * each, each, 128]
+    assert [one.numel for one in buckets_of(parts, Placement(0, 1 << 19, None, 1))] == [4096 + 2 * each, each, 128]
     kept = buckets_of(parts, Placement(1, 1 << 19, None, 1))
     assert [one.numel for one in kept if not one.is_resident] == [4096 + each]
     assert [one.numel for one in kept if one.is_resident] == [2 * each, 128]

@@ -84,8 +84,7 @@ def test_measured_passes_replace_bandwidth(tmp_path: Path) -> None:
     for cost, which in enumerate(PASSES.values(), 1):
         compared = Comparison(1, Spread.of([1.0]), *[Spread.of([1e-6 * cost])] * 2)
         rows += [passes.PassResult(which, norm, setting, 1000, 0.0, Variant(32, 0), compared) for norm in (True, False)]
-    base = replace(machines.read("gh200"), title='"GH200"\\')
-    machine = measured(base, rows, 10**9, "here")
+    machine = measured(replace(machines.read("gh200"), title='"GH200"\\'), rows, 10**9, "here")
     assert seconds_of(machine).fused == pytest.approx(4e-9)
     assert machine.host_memory.value == 1e9
     assert read_back(machine, tmp_path) == machine

@@ -107,8 +107,7 @@ def test_state_that_is_smaller_already_is_made_smaller_still() -> None:
 def test_accumulated_gradients_stay_on_the_gpu(gpt_oss: Planned) -> None:
     subject, setting, memory = gpt_oss
     accumulated = memory_of(subject, replace(setting, micro_batches=2), machines.read("gh200"))
-    more = total(accumulated.gpu["forward"]) - total(memory.gpu["forward"])
-    assert more == 2 * subject.parameters
+    assert total(accumulated.gpu["forward"]) - total(memory.gpu["forward"]) == 2 * subject.parameters
 
 
 def test_weights_that_flow_leave_the_gpu() -> None:

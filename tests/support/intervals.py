@@ -271,8 +271,7 @@ def drawn_case(rng: np.random.Generator, count: int = 4096) -> Case:
         if over is None:
             continue
         is_bfloat16 = bool(rng.random() < 0.5)
-        given = elements(rng, count, over, is_bfloat16=is_bfloat16)
-        case = Case(over, Interval(low, high), given, is_bfloat16)
+        case = Case(over, Interval(low, high), elements(rng, count, over, is_bfloat16=is_bfloat16), is_bfloat16)
         return replace(case, elements=beside_midpoints(rng, case, HALVES[int(rng.integers(2))]))
 
 
