@@ -280,9 +280,11 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value
 
     result = operation(*map_tensors(args, ordinary), **map_tensors(kwargs, ordinary))
-    # Although the schema says otherwise: sparse tensors have the very values that they are made of.
+    # Although the schema says otherwise: a new sparse tensor may have the very values that it is made of.
     found = tensors_in(result) if memory else []
-    if any(it.layout is not torch.strided or storage_key(it.untyped_storage()) in memory for it in found):
+    strided = [tensor for tensor in found if tensor.layout is torch.strided]
+    is_made_of_it = len(strided) < len(found) and not written
+    if is_made_of_it or any(storage_key(tensor.untyped_storage()) in memory for tensor in strided):
         for handle in read:
             _memory(handle)
         return _run(operation, args, kwargs)

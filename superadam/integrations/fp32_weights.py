@@ -6,8 +6,8 @@ import functools
 import json
 import os
 import re
-import secrets
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superadam.distributed import shards
-from superadam.host.files import synchronize
+from superadam.host.files import lock, synchronize
 from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
@@ -29,6 +29,8 @@ from superadam.optim.entry import Encoded, raw
 
 FILE_BYTES = 5_000_000_000
 """Of one file of safetensors, as transformers writes them."""
+
+_LOCK = ".lock"
 
 WRAPPERS = re.compile("|".join(re.escape(f"{name}.") for name in WRAPPER_NAMES))
 
@@ -65,7 +67,7 @@ def save_fp32(
     ranks = CheckpointRanks(process_group, f"cannot write masters to {folder}", "", "nothing was written")
     model = unwrapped(model)
     path = ranks.run(lambda: Path(os.path.realpath(folder)))  # no symbolic link, which a folder cannot replace
-    part = path.parent / f".{path.name}.{secrets.token_hex(8)}.part"  # another writer has its own
+    part, stack = path.parent / f".{path.name}.part", ExitStack()
 
     tensors = ranks.run(lambda: _masters(model, optimizer))
     groups = arguments.unwrapped(optimizer).param_groups
@@ -74,7 +76,13 @@ def save_fp32(
     def begin() -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
-        part.mkdir(parents=True)
+        part.mkdir(parents=True, exist_ok=True)  # there is one where a save was killed
+        try:
+            lock(part / _LOCK, 0.0, stack)
+        except BlockingIOError:
+            raise CheckpointError(f"another process is writing to {part}; wait for it") from None
+        for left in {*part.iterdir()} - {part / _LOCK}:
+            left.unlink()
 
     ranks.on_first(begin)
     files: list[dict[str, tuple[Tensor, Any]]] = [{}]
@@ -108,15 +116,21 @@ def save_fp32(
             for kind in ("config", "generation_config"):
                 if hasattr(getattr(model, kind, None), "save_pretrained"):
                     getattr(model, kind).save_pretrained(part)
-            for each in (*part.iterdir(), part):
+            for each in (*part.glob("[!.]*"), part):
                 synchronize(each)
             part.replace(path)
-            synchronize(path.parent)
+            try:
+                (path / _LOCK).unlink()
+                synchronize(path.parent)
+            except OSError:
+                path.replace(part)  # which is deleted
+                raise
 
         ranks.on_first(publish)
     finally:
         if ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
+        stack.close()
     return path
 
 

@@ -45,6 +45,7 @@ class Offload(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the schedulers: the model is where it trains by now, and a checkpoint is loaded."""
+        vars(trainer.strategy).pop("load_optimizer_state_dict", None)
         self._close()
         optimizers: list[Any] = trainer.optimizers
         for optimizer in optimizers:

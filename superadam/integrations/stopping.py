@@ -58,7 +58,9 @@ class SavesOnSignal(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save and stop, if a rank was asked to; not after the last step, which ends training anyway."""
         if self._agreed() and state.global_step < state.max_steps:
-            self.has_stopped = control.should_save = control.should_training_stop = True
+            self.has_stopped = control.should_training_stop = True
+            saves_at_end = args.save_strategy == SaveStrategy.EPOCH and not state.epoch % 1  # of this epoch
+            control.should_save = not saves_at_end
             control.should_evaluate &= args.save_strategy != SaveStrategy.BEST  # else it decides whether to save
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -108,7 +108,7 @@ class ZeroCheckpoint:
                 with zipfile.ZipFile(path) as archive:
                     has_sums = any(entry.CRC for entry in archive.infolist())  # torch can be told to write none
                     damaged = archive.testzip() if has_sums else None
-            except (zipfile.BadZipFile, RuntimeError, ValueError, zlib.error) as error:
+            except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, zlib.error) as error:
                 damaged = str(error)
             if damaged is not None:
                 raise CheckpointError(f"{path} is damaged; copy it again")

@@ -86,8 +86,8 @@ class Transfers(NewValues):
         # Packed gradients, by the events with which they have left, or by references to the values that replace them.
         self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes(_is_gone)
         self._most_packed = self._largest = 0  # on the device at once; one bucket
-        self._travelled: dict[int, int] = {}  # bytes packed in the last backward of a step, by each bucket's first row
-        self._most_travelled = 0  # in one
+        self._travelled = self._most_travelled = 0  # bytes packed in a step, since a bucket came again: in one backward
+        self._packed: set[int] = set()  # the first row of each of its buckets
         self._room = 0  # for new values on the device, where it is short
         self._statistics, self._trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
@@ -166,10 +166,11 @@ class Transfers(NewValues):
             self.is_short, self._room = True, 0
             self._let_leave(0)
             packed = self.device.pack(self._present(group), layout, dtype)
-        first, self._largest = layout.states[0].row, max(self._largest, packed.nbytes)
-        if first in self._travelled:  # another backward, whose new values take the place of those before
-            self._travelled = {}
-        self._travelled[first] = packed.nbytes
+        self._largest = max(self._largest, packed.nbytes)
+        if (first := layout.states[0].row) in self._packed:  # whose new values take the place of those before
+            self._packed, self._travelled = set(), 0
+        self._packed.add(first)
+        self._travelled += packed.nbytes
         return packed
 
     def _present(self, group: Mapping[Piece, TakenGradient]) -> list[Tensor]:
@@ -190,7 +191,7 @@ class Transfers(NewValues):
 
         Returns the bytes of them that wait on the host from now on; 0 where nothing changes.
         """
-        travelled, self._travelled = sum(self._travelled.values()), {}
+        travelled, self._travelled, self._packed = self._travelled, 0, set()
         if travelled <= self._most_travelled:
             return 0
         self._most_travelled = travelled
@@ -202,7 +203,7 @@ class Transfers(NewValues):
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device for new values, that of the packed gradients if it is large enough, or None."""
-        if self.is_short and self._most_travelled - sum(self._travelled.values()) + packed.nbytes > self._room:
+        if self.is_short and self._most_travelled - self._travelled + packed.nbytes > self._room:
             return None  # the last buckets of a step have the room: the step waits for them
         if packed.dtype.itemsize >= dtype.itemsize:
             return packed

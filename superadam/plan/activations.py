@@ -130,7 +130,7 @@ def peaks_of(
             "measure it on the machine"
         ) from error
     seen = attention.calls - calls
-    if seen < config.num_hidden_layers:
+    if seen < config.num_hidden_layers * (1 + checkpointing):
         raise UnplannableError(
             f"{config.num_hidden_layers} layers of a {config.model_type} called the attention that can be chosen "
             f"{seen} times, expected once for each at least, so that the memory of the others is unknown; measure "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from fractions import Fraction
 
 LEFT_OUT = 3  # iterations at the beginning
 COUNTED = 12  # iterations whose mean counts: schedules may alternate
@@ -102,7 +103,8 @@ class Step:
 def simulate(rates: Rates, work: Work) -> Step:
     """Return the mean of iterations, but for the first ones."""
     runner, steps, share = _Runner(rates, work), [], work.clipping.share
-    counted = 100 if 0 < share < 1 else COUNTED  # shares are met to 1 %
+    period = Fraction(share).limit_denominator(100).denominator  # shares are met to 1 %
+    counted = -(-COUNTED // period) * period
     for number in range(LEFT_OUT + counted):
         steps.append(runner.iterate(math.floor((number + 1) * share) > math.floor(number * share)))
     return Step(*(sum(each) / counted for each in zip(*map(astuple, steps[LEFT_OUT:]), strict=True)))

@@ -4,6 +4,8 @@ The folders in deepspeed_data/ were written by DeepSpeed 0.19.8 on CPUs (`suppor
 on N ranks, `universal` by `ds_to_universal`. Where DeepSpeed is installed, they are written anew as well.
 """
 
+import contextlib
+import errno
 import importlib.util
 import json
 import math
@@ -266,27 +268,42 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == ["other"]
 
 
-def test_masters_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_masters_are_on_the_disk_before_their_folder_has_its_name(fails, tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
     calls, replace = [], Path.replace
-    monkeypatch.setattr(os, "fsync", lambda at: calls.append(Path(os.readlink(f"/proc/self/fd/{at}")).suffix))
+
+    def synchronize(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        calls.append(Path(path).suffix)
+        if fails and path == str(tmp_path):
+            raise OSError(errno.EIO, "planted")
+
+    monkeypatch.setattr(os, "fsync", synchronize)
     monkeypatch.setattr(Path, "replace", lambda *paths: calls.append("replace") or replace(*paths))
-    deepspeed.save_fp32(tmp_path / "model", *continued("zero3-2"))
-    assert calls == [".safetensors", ".part", "replace", ""]
+    (tmp_path / ".model.part").mkdir()  # of a save that was killed
+    (tmp_path / ".model.part/model-00001-of-00009.safetensors").write_text("")
+    model, optimizer = continued("zero3-2")
+    with refused(optimizer, CheckpointError, "planted.*; nothing was written") if fails else contextlib.nullcontext():
+        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    assert calls == [".safetensors", ".part", "replace", "", *(["replace"] if fails else [])]
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == (
+        set() if fails else {"model", "model/model.safetensors"}
+    )
 
 
 def test_two_writers_of_one_folder_do_not_mix(tmp_path, monkeypatch):
     safetensors = pytest.importorskip("safetensors.torch")
-    (model, optimizer), save_file = continued("zero3-2"), safetensors.save_file
+    save_file, (model, optimizer) = safetensors.save_file, continued("zero2-1")
 
     def save(*arguments: Any) -> None:
         monkeypatch.setattr(safetensors, "save_file", save_file)
-        deepspeed.save_fp32(tmp_path / "model", *continued("zero2-1"))
+        with refused(optimizer, CheckpointError, "another process is writing to .*; nothing was written"):
+            deepspeed.save_fp32(tmp_path / "model", model, optimizer)
         save_file(*arguments)
 
     monkeypatch.setattr(safetensors, "save_file", save)
-    with refused(optimizer, CheckpointError, "Directory not empty.*; nothing was written"):
-        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
+    deepspeed.save_fp32(tmp_path / "model", *continued("zero3-2"))
     assert os.listdir(tmp_path) == ["model"]
     Model().load_state_dict(safetensors.load_file(tmp_path / "model/model.safetensors"))
 

@@ -496,8 +496,9 @@ STEPS = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "s
         (5, {**STEPS, "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.3}),
         (4, {**STEPS, "save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True}),
         (3, {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}),
+        (5, {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}),
     ],
-    ids=["the best is kept", "the best is saved", "epochs"],
+    ids=["the best is kept", "the best is saved", "in an epoch", "at its end"],
 )
 def test_checkpoint_of_a_run_that_is_stopped_is_saved_once_and_kept(step, options, tmp_path):
     class Stopping(TrainerCallback):
