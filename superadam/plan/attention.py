@@ -20,7 +20,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         output = torch.empty_like(query)
-        if query.shape[-1] != value.shape[-1]:
+        if query.shape[-1] != value.shape[-1]:  # as latent attention has it; else it lies as the query does
             sequences, heads, tokens, _ = query.shape
             output = query.new_empty(sequences, tokens, heads, value.shape[-1]).transpose(1, 2)
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
