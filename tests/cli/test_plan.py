@@ -87,11 +87,15 @@ def test_measured_passes_are_a_machine(monkeypatch, tmp_path, folder, capsys):
     assert "exists, expected a new file; name another" in err
 
 
+MISTRAL = {"model_type": "mistral", "head_dim": 8}  # which says nothing of its layers' types
+LATENT = {"model_type": "minicpm3", "v_head_dim": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6}  # 10 for scores
+GEMMA = {"model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 4, "head_dim": 8}
+
+
+@pytest.mark.parametrize("model", [GEMMA, MISTRAL, LATENT], ids=lambda model: model["model_type"])
 @pytest.mark.parametrize("tokens", [32, 64, 65, 200])
-def test_under_a_window_attention_looks_at_as_many_pairs_as_are_counted(tokens: int) -> None:
-    config = transformers.AutoConfig.for_model(
-        **SMALL | {"model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 4}, sliding_window=64, head_dim=8
-    )
+def test_attention_looks_at_as_many_pairs_as_are_counted(tokens: int, model: dict[str, Any]) -> None:
+    config = transformers.AutoConfig.for_model(**SMALL | model, sliding_window=64)
     pairs = sum(min(64, position) for position in range(1, tokens + 1))
     found = operations(config, on_meta(config), 1, tokens, checkpointing=False).repeated
     assert found == pytest.approx(0.5 * 4 * 8 * 4 * 4 * pairs, rel=0.04)  # 4 heads in 4 layers

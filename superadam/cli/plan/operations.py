@@ -52,8 +52,9 @@ def operations(
         if parameter is not inner.weight or is_tied
     }
     heads = getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    usual = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    width = heads * sum(getattr(config, name, None) or usual for name in ("qk_head_dim", "v_head_dim")) / 2
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers  # if it has one
     window = min(tokens, getattr(config, "sliding_window", None) or tokens)
     seen = [window if "sliding" in kind else tokens for kind in kinds]  # at most, of a token
     scores = sequences * width * 4.0 * sum(most * (tokens - most / 2) for most in seen)
