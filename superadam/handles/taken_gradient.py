@@ -251,13 +251,17 @@ class TakenGradient:
     def exact(self) -> Tensor:
         """Return the same values in the dtype in which they count."""
         with self._lock():
-            exact = self._as_it_was(self.ready(), self.exact_dtype)
+            exact = self.unscaled()
             if self.factors and exact is self.pending:
                 exact = self._copy_of(exact, exact.dtype)
             with native.usual_float_mode():
                 for factor in self.factors:
                     factor.apply(exact)
             return exact
+
+    def unscaled(self) -> Tensor:
+        """Return what `exact` does, without factors."""
+        return self._as_it_was(self.ready(), self.exact_dtype)
 
     def scaled(self) -> Tensor:
         """Return what `exact` does, where `pending` is and with its strides."""

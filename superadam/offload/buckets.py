@@ -191,20 +191,27 @@ class Bucketer:
         device: that gradients are on.
         holder: of the gradients that are taken.
         bucket_numel: elements from which on a bucket is full, with the piece that fills it; may be changed.
+        received: as of `state.new_values.NewValues`.
 
     Attributes:
         resident: pieces whose gradients go into resident buckets.
         last: the last piece that travels, where others are resident: its bucket is sent at once.
     """
 
-    def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        holder: GradientHolder,
+        bucket_numel: int,
+        received: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.accumulation = Accumulation()
         self._is_refused = False  # whether a gradient of this step could not be taken
         self._empty_steps = 0  # steps in a row in which none could be
         self.resident: frozenset[Piece] = frozenset()
         self.last: Piece | None = None
         self._device = device
-        self._holder = holder
+        self._holder, self._received = holder, received
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         # By whether they are resident. A handler may raise anywhere: what misses its bucket is left to step().
@@ -246,6 +253,10 @@ class Bucketer:
                 self._device.wait(Stream.CURRENT, made)
             taken.become_sum(torch.empty_strided(state.shape, state.strides, dtype=state.dtype, device="cpu"))
             return []
+        if self._received is not None and not taken.is_unrounded:
+            if made is not None:
+                self._device.wait(Stream.CURRENT, made)
+            taken.pending = self._received(taken.ready())  # at once, so that nobody sees other values
         self._taken[key] = weakref.ref(taken)
         full: list[Bucket] = []
         for piece in state.pieces:

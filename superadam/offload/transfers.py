@@ -113,9 +113,8 @@ class Transfers(NewValues):
             taken.in_use = True
             state, gradient = piece.state, taken.pending
             if device.is_host(gradient):
-                dtype = self._dtype_of(taken)
-                if dtype != gradient.dtype or not state.has_layout(gradient):
-                    gradient = taken.ready().to(dtype)
+                if not state.has_layout(gradient):
+                    gradient = taken.ready()
                 if taken.arrived is not None:
                     under_way[taken.arrived] = None
                 taken.pending = state.host_gradient(gradient)
@@ -219,7 +218,7 @@ class Transfers(NewValues):
         groups: dict[torch.dtype, dict[Piece, TakenGradient]] = {}
         for piece, taken in gradients.items():
             taken.in_use = True
-            groups.setdefault(self._dtype_of(taken), {})[piece] = taken
+            groups.setdefault(taken.pending.dtype, {})[piece] = taken
         chunks = [sum(native.chunk_count(piece.shape.numel()) for piece in group) for group in groups.values()]
         distant = self.device.empty(2 * sum(chunks), torch.float64, Stream.CURRENT)
         norm = ChunkSums.over(distant)
@@ -242,9 +241,9 @@ class Transfers(NewValues):
         unknown: dict[tuple[torch.dtype, torch.dtype | None], list[TakenGradient]] = {}
         for taken in gradients if is_asked else ():
             if taken.norm is None:
-                unknown.setdefault((taken.pending.dtype, taken.norm_dtype), []).append(taken)
+                unknown.setdefault((taken.exact_dtype, taken.norm_dtype), []).append(taken)
         for (_, dtype), group in unknown.items():
-            norms = foreach_norm([taken.pending for taken in group], 2)
+            norms = foreach_norm([taken.unscaled() for taken in group], 2)
             for taken, norm in zip(group, norms, strict=True):
                 taken.norm = norm if dtype is None else norm.to(dtype)
 
@@ -268,16 +267,10 @@ class Transfers(NewValues):
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
-        """Rounds a gradient that was not taken; None where travelling rounds nothing."""
+        """Rounds a gradient to the dtype in which it travels; None where that rounds nothing."""
         if self.transfer_dtype in (None, torch.float32):
             return None
-        return lambda gradient: gradient.to(dtype_on_link(gradient, self.transfer_dtype)).to(gradient.dtype)
-
-    def _dtype_of(self, taken: TakenGradient) -> torch.dtype:
-        """Return the dtype of a gradient that does not travel, rounded as if it had."""
-        if self.received is None or taken.is_unrounded:
-            return taken.pending.dtype
-        return dtype_on_link(taken.pending, self.transfer_dtype)
+        return lambda gradient: gradient.to(dtype_on_link(gradient, self.transfer_dtype))
 
     # ---- new values --------------------------------------------------------------------------------------------------
 

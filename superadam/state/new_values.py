@@ -34,7 +34,7 @@ class NewValues:
         staged_numel: about how many elements of new values a part for `stage` has.
         piece_numel: elements beyond which parameters are cut when they are bound; None for no limit.
         is_short: whether the device has no memory for the new values of a step, so that they wait on the host.
-        received: rounds a gradient that was not taken as if it had travelled to the host; None where that rounds
+        received: rounds a gradient to the dtype in which it travels, also where it does not; None where that rounds
             nothing.
     """
 
