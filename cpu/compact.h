@@ -364,7 +364,7 @@ static __attribute__((noinline)) void compact_list(const superadam_segment *s, i
                                                    int64_t count, int64_t first)
 {
     superadam_uncertain *list = s->uncertain;
-    const int with_max = list->max_exp_avg_sq && s->max_exp_avg_sq;
+    const int with_max = list->max_exp_avg_sq != 0;
     int64_t loaded = -1;
     compact_block b;
     for (int64_t j = 0; j < count; j++) {

@@ -37,7 +37,6 @@ static int cpu_has_avx512(void)
 }
 #elif defined(__aarch64__)
 
-#if defined(__linux__)
 #include <sys/auxv.h>
 
 /* HWCAP_SVE and HWCAP2_SVEBF16 of the kernel's asm/hwcap.h, which older systems have without the latter. */
@@ -45,10 +44,6 @@ enum { HAS_SVE = 1 << 22, HAS_SVE_BF16 = 1 << 12 };
 
 static int cpu_has_sve(void) { return (getauxval(AT_HWCAP) & HAS_SVE) != 0; }
 static int cpu_has_sve_bf16(void) { return cpu_has_sve() && (getauxval(AT_HWCAP2) & HAS_SVE_BF16); }
-#else /* cannot be queried: use NEON, which every CPU has */
-static int cpu_has_sve(void) { return 0; }
-static int cpu_has_sve_bf16(void) { return 0; }
-#endif
 #endif
 
 static int always(void) { return 1; }

@@ -78,7 +78,7 @@ static void interval_list(const superadam_segment *segment, int64_t begin, const
         interval_copy(4, &list->master[first], (const float *)segment->master + begin, found, count);
         interval_copy(4, &list->exp_avg[first], (const float *)segment->exp_avg + begin, found, count);
         interval_copy(4, &list->exp_avg_sq[first], (const float *)segment->exp_avg_sq + begin, found, count);
-        if (list->max_exp_avg_sq && segment->max_exp_avg_sq)
+        if (list->max_exp_avg_sq)
             interval_copy(4, &list->max_exp_avg_sq[first], (const float *)segment->max_exp_avg_sq + begin, found,
                           count);
     }

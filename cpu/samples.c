@@ -93,13 +93,11 @@ static int samples_differ(const superadam_segment *segment, const uint16_t *para
 static void compare_chunks(void *context, int64_t first, int64_t last)
 {
     comparison *c = context;
-    const uint64_t saved = float_control_enter();
     for (int64_t chunk = first; chunk < last && !atomic_load_explicit(&c->differs, memory_order_relaxed); chunk++) {
         const int64_t begin = chunk * SUPERADAM_CHUNK, rest = c->segment->length - begin;
         if (block_differs(c->segment, c->parameter, begin, rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK))
             atomic_store_explicit(&c->differs, 1, memory_order_relaxed);
     }
-    float_control_leave(saved);
 }
 
 static int elements_differ(const superadam_segment *segment, const uint16_t *parameter, int threads)

@@ -1,6 +1,6 @@
 /* The Python module superadam.host._signals: sections of the main thread inside which no handler of a signal runs.
  *
- * For that time `note` stands for each Python handler. It raises nothing, so that a section that has begun gets to its
+ * For that time a note stands for each Python handler. It raises nothing, so that a section that has begun gets to its
  * end. Beginning and end are one call into C each: in there handlers run only inside PyErr_CheckSignals(), which
  * signal.signal(), too, calls before it changes anything. What they raise is a result, after which the work goes on. A
  * handler may enter sections of its own, set handlers, and let other threads run, which may fork: whatever that changes
@@ -14,8 +14,8 @@ enum { TRIES = 100 }; /* more than there are signals */
 
 static PyObject *getsignal, *setsignal; /* those of Python's module signal, but in C */
 static PyObject *numbers[_NSIG];
-static PyObject *note;
-static PyObject *replaced[_NSIG]; /* the handlers that `note` stands for */
+static PyObject *notes[_NSIG]; /* each with a list, empty until its section has ended, then of the handler that ... */
+static PyObject *replaced[_NSIG]; /* ... it stands for: a program that has found it inside may call or set it later */
 static PyObject *due;             /* a list of arguments: of the handlers that are to run at the end */
 static Py_ssize_t earlier;        /* of those, how many a section that is being left is still to call */
 static int depth;                 /* of sections inside one another, of which the outermost counts */
@@ -44,7 +44,17 @@ static void call_pending(PyObject **error)
         keep_error(error);
 }
 
-/* Sets a Python handler where the present one is `from`, or, without it, any function. Returns the one before. */
+static PyObject *add_to_due(PyObject *former, PyObject *arguments)
+{
+    if (PyList_Size(former))
+        return PyObject_CallObject(PyList_GetItem(former, 0), arguments);
+    return PyList_Append(due, arguments) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef note_method = {"note", add_to_due, METH_VARARGS, "Let a handler be called at the end."};
+
+/* Sets a Python handler where the present one is `from`, or, without these, a note for any function. Returns the one
+ * before. */
 static PyObject *replace(int number, PyObject *from, PyObject *to, PyObject **error)
 {
     for (int i = 0; i < TRIES; i++) {
@@ -56,9 +66,15 @@ static PyObject *replace(int number, PyObject *from, PyObject *to, PyObject **er
             return NULL;
         }
         sigaction(number, NULL, &action);
-        PyObject *before = present ? PyObject_CallFunction(setsignal, "iO", number, to) : NULL;
-        if (before && before == present && PyCallable_Check(to))
+        PyObject *former = to ? NULL : PyList_New(0);
+        PyObject *next = to ? Py_NewRef(to) : former ? PyCFunction_New(&note_method, former) : NULL;
+        PyObject *before = present && next ? PyObject_CallFunction(setsignal, "iO", number, next) : NULL;
+        if (before && before == present && PyCallable_Check(next))
             sigaction(number, &action, NULL); /* also what signal.siginterrupt() and faulthandler.register() have set */
+        if (before && !to)
+            notes[number] = Py_NewRef(next);
+        Py_XDECREF(former);
+        Py_XDECREF(next);
         Py_XDECREF(present);
         if (before)
             return before;
@@ -85,28 +101,31 @@ static PyObject *leave(PyObject *error, PyObject *handled)
     depth = 0;
     ended++;
     for (int number = 1; number < _NSIG; number++) {
-        PyObject *handler = replaced[number];
-        if (!handler)
+        if (!replaced[number])
             continue;
-        Py_INCREF(handler);
+        PyObject *handler = Py_NewRef(replaced[number]), *note = Py_NewRef(notes[number]);
         PyObject *before = replace(number, note, handler, &error); /* unless the section has set another one */
         if (before && before != note)                              /* a handler has set this one, in between */
             Py_XDECREF(replace(number, handler, before, &error));
         Py_XDECREF(before);
+        if (PyList_Append(PyCFunction_GetSelf(note), handler) < 0)
+            keep_error(&error);
+        Py_DECREF(note);
         Py_DECREF(handler);
+        Py_CLEAR(notes[number]);
         Py_CLEAR(replaced[number]);
     }
     Py_XDECREF(pause_collector(NULL, Py_False));
     while (PyList_Size(due) > first) {
         PyObject *arguments = Py_NewRef(PyList_GetItem(due, first));
         PyList_SetSlice(due, first, first + 1, NULL);
-        const int number = (int)PyLong_AsLong(PyTuple_GetItem(arguments, 0));
-        PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, numbers[number], NULL); /* as set by now */
+        PyObject *number = PyTuple_GetItem(arguments, 0);
+        PyObject *handler = PyObject_CallFunctionObjArgs(getsignal, number, NULL); /* as set by now */
         PyObject *result = handler && PyCallable_Check(handler) ? PyObject_CallObject(handler, arguments) : NULL;
         if (PyErr_Occurred())
             keep_error(&error);
         else if (!result)
-            raise(number);
+            raise((int)PyLong_AsLong(number));
         Py_XDECREF(result);
         Py_XDECREF(handler);
         Py_DECREF(arguments);
@@ -131,7 +150,7 @@ static PyObject *enter(PyObject *self, PyObject *nothing)
             before = ended;
             for (int number = 1; number < _NSIG && !error; number++)
                 if (!replaced[number])
-                    replaced[number] = replace(number, NULL, note, &error);
+                    replaced[number] = replace(number, NULL, NULL, &error);
         }
         earlier = size;
         if (error)
@@ -152,20 +171,12 @@ static PyObject *leave_one(PyObject *self, PyObject *raised)
     Py_RETURN_NONE;
 }
 
-static PyObject *add_to_due(PyObject *self, PyObject *arguments)
-{
-    (void)self;
-    return PyList_Append(due, arguments) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
 static PyObject *forget(PyObject *self, PyObject *nothing)
 {
     (void)self, (void)nothing;
     PyList_SetSlice(due, 0, PyList_Size(due), NULL);
     return leave(NULL, PyErr_GetHandledException());
 }
-
-static PyMethodDef note_method = {"note", add_to_due, METH_VARARGS, "Let a handler be called at the end."};
 
 static PyMethodDef section_methods[] = {
     {"__enter__", enter, METH_NOARGS, "Begin; nothing has begun where a handler that was due before raises."},
@@ -201,12 +212,11 @@ PyMODINIT_FUNC PyInit__signals(void)
         return NULL;
     getsignal = PyObject_GetAttrString(signals, "getsignal");
     setsignal = PyObject_GetAttrString(signals, "signal");
-    note = PyCFunction_New(&note_method, NULL);
     due = PyList_New(0);
     for (int number = 0; number < _NSIG; number++)
         if (!(numbers[number] = PyLong_FromLong(number)))
             return NULL;
     Py_DECREF(section);
     Py_DECREF(signals);
-    return getsignal && setsignal && note && due ? module : NULL;
+    return getsignal && setsignal && due ? module : NULL;
 }

@@ -62,7 +62,7 @@ double seconds_now(void)
 static void spin_until(const _Atomic int *count, int is_zero)
 {
     const double end = seconds_now() + 1e-6 * SPIN_US;
-    while (!*count != is_zero && seconds_now() < end)
+    while ((*count == 0) != is_zero && seconds_now() < end)
         ;
 }
 
@@ -85,7 +85,7 @@ static void leave_processor(const job *todo, cpu_set_t *all, cpu_set_t *others)
 static void *thread_main(void *unused)
 {
     (void)unused;
-    cpu_set_t all, others = {{0}};
+    cpu_set_t all = {{0}}, others = {{0}};
     pthread_mutex_lock(&pool.lock);
     for (;;) {
         while (!pool.wanted)

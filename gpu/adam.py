@@ -2,7 +2,7 @@
 
 State may be stored in fewer bits, as in `cpu/compact.h`; each format has kernels of its own.
 
-The formula is `adam_formula`, as in `cpu/adam_formula.h` and `tests/support/formula.py`. `enable_fp_fusion=False`
+The formula is `adam_formula`, as in `cpu/adam_formula.h` and `tests/support/formula.py`. `AS_WRITTEN`
 and correctly rounded divisions and roots make every operation round once and keep denormals; plain torch cannot.
 
 One launch updates all parameters with the same dtypes and branches of the formula; a program takes 1024 elements of one
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Flag, Format
@@ -26,7 +27,6 @@ from superadam.kernels.resident_step import ResidentStep
 from .casts import (
     BFLOAT16,
     BYTES,
-    ELEMENTS_PER_EXPONENT,
     FLOAT64,
     STATE_BLOCK,
     VECTOR_BYTES,
@@ -41,7 +41,7 @@ from .casts import (
     widen,
 )
 from .choice import Backend, backend
-from .language import constant, jit, on, tl, warp_size
+from .language import AS_WRITTEN, constant, jit, on, tl, warp_size
 from .tables import addresses_of, entry, find_tensor, make_table, upload
 
 SCALARS = constant(10)
@@ -317,7 +317,7 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
                 IS_ALIGNED=is_aligned,
                 BLOCK=BLOCK,
                 num_warps=THREADS // warp_size(),
-                enable_fp_fusion=False,
+                **AS_WRITTEN,
             )
 
 
@@ -330,7 +330,7 @@ def _table_of(sets: Sequence[Coefficients]) -> npt.NDArray[np.float64]:
 
 def _check_8bit(step: ResidentStep, flags: Flag) -> None:
     """Refuse what the CPU kernels refuse of 8-bit moments."""
-    if step.master.numel() % ELEMENTS_PER_EXPONENT:
+    if step.master.numel() % native.BLOCK:
         raise ValueError(
             f"superadam.gpu.update got {step.master.numel()} elements with 8-bit moments, expected a multiple of 64; "
             "pad the state to whole blocks"

@@ -5,7 +5,7 @@ The same casts are in `cpu/isa/vec_scalar.h` and `tests/support/formula.py`. Hal
 
 from __future__ import annotations
 
-from superadam.kernels.native import Dtype
+from superadam.kernels.native import BLOCK, Dtype
 
 from .language import constant, jit, tl
 
@@ -16,10 +16,8 @@ FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
 BYTES = constant(-1)
 """Of `pointer`: elements are uint8, as they are in parts of state that is stored in fewer bits."""
 
-ELEMENTS_PER_EXPONENT = 64
-"""Of 8-bit moments; thresholds repeat after as many (`cpu/compact.h`)."""
-
-STATE_BLOCK = constant(ELEMENTS_PER_EXPONENT)
+STATE_BLOCK = constant(BLOCK)
+"""Elements of 8-bit moments that share an exponent; thresholds repeat after as many (`cpu/compact.h`)."""
 
 VECTOR_BYTES = 16
 """What a thread loads at once where every address is a multiple of this."""

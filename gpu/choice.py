@@ -68,8 +68,8 @@ def backend(device: torch.device | str) -> Choice:
     if device.type != "cpu" and obstacle not in _told:
         _told.add(obstacle)
         _logger.warning(
-            "superadam packs and scatters with plain torch on %s, which gives the same bits in many launches, not one: "
-            "%s; install superadam[gpu], or set %s=torch to accept this silently",
+            "superadam packs and scatters with plain torch on %s, which gives the same bits in many launches, not one, "
+            "and keeps no bucket there: %s; mend that, or set %s=torch to accept this silently",
             device,
             obstacle,
             VARIABLE,

@@ -18,6 +18,9 @@ OLDEST = (3, 6)
 
 OLDEST_ON_HIP = (3, 7)  # before it, `sqrt_rn` makes NaN of denormals there
 
+AS_WRITTEN = {"enable_fp_fusion": False, "sanitize_overflow": False}
+"""Of launches: no contraction, and sums of integers that wrap, which TRITON_DEBUG would take for errors."""
+
 triton: Any = None
 tl: Any = None
 

@@ -23,7 +23,7 @@ from superadam.kernels.native import CHUNK
 
 from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
-from .language import constant, jit, on, tl
+from .language import AS_WRITTEN, constant, jit, on, tl
 from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
 
 MIXED = constant(0)
@@ -36,8 +36,6 @@ ROWS_AHEAD = constant(16)
 
 CHUNKS_PER_PROGRAM = 8
 """So that each of 32 threads holds four lanes; of 64 threads, on AMD's GPUs, each holds two, and loads half as much."""
-
-OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @jit()
@@ -225,5 +223,6 @@ def pack_gradients(
             HAS_SUMS=sums is not None,
             IS_ALIGNED=not np.any((begins | (places * size + base)) % VECTOR_BYTES),
             CHUNKS=CHUNKS_PER_PROGRAM,
-            **OPTIONS,
+            num_warps=1,
+            **AS_WRITTEN,
         )

@@ -22,13 +22,11 @@ from superadam.kernels.torch_private import is_short_of_memory
 
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
-from .language import jit, on, tl
+from .language import AS_WRITTEN, jit, on, tl
 from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
 
 BLOCK = 4096
 """Elements of one tensor that a program copies."""
-
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @jit(fixed=("tensors", "steps"))
@@ -125,5 +123,6 @@ def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
                 BYTES=dtype.itemsize,
                 IS_ALIGNED=not np.any(rows % VECTOR_BYTES),
                 BLOCK=BLOCK,
-                **OPTIONS,
+                num_warps=4,
+                **AS_WRITTEN,
             )

@@ -22,7 +22,7 @@ from .language import jit, tl
 Integers = npt.NDArray[np.int64]
 """One entry for each tensor."""
 
-UPLOADS_KEPT = 256
+UPLOADS_KEPT = 4096
 """Tables that stay on the device: one for each bucket of a step."""
 
 

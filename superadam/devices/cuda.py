@@ -63,8 +63,8 @@ class CudaDevice(Device):
         }
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
-        current: torch.cuda.Stream = self._cuda.current_stream(self.device)
-        return current if stream is Stream.CURRENT else self._streams[stream]
+        found: torch.cuda.Stream = self._streams.get(stream) or self._cuda.current_stream(self.device)
+        return found
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.is_cpu

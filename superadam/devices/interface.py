@@ -168,8 +168,8 @@ class Device(abc.ABC):
     def reserve(self, needs: HostNeeds) -> None:
         """Check that the host can hold a run, then allocate memory that copies go through.
 
-        Called once, before anything else of the run is allocated. Raises MemoryError where the host can never hold it;
-        nothing was allocated then.
+        Called before anything else of a run is allocated, and again once it needs more. Raises MemoryError where the
+        host can never hold it; nothing was allocated then.
         """
         needs.check(self._host or Host())
 

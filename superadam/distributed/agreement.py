@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class Ranks:
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self.described: list[Description] = []  # the parameters on this rank, which others learn with the next question
         self.device = "cpu"  # where words lie
+        self.world: Any = None  # a reference to the job's group; in another one, calls are counted anew
         self._group = group
         self._exchanged: list[Description] = []
         self._described_as = 0
@@ -298,7 +300,8 @@ def ranks_of(
 ) -> Ranks | None:
     """Return the ranks that make each step of these parameters; None if all are ordinary tensors and `group` is None.
 
-    They are those of `group`, by default all of the job; `before`, of the same optimizer, where that has the same ones.
+    They are those of `group`, by default all of the job; `before`, of the same optimizer, where that has the same ones
+    and the job has made no group of all since.
     Raises ValueError where parameters lie on other ranks, or do not tell that all ranks of the job belong together.
     """
     meshes = {
@@ -327,7 +330,10 @@ def ranks_of(
             "that it is unknown who makes each step together; pass process_group=torch.distributed.group.WORLD to the "
             "optimizer if all do, as the stages of a pipeline, or else the group of those that do"
         )
-    ranks = before if before is not None and before.members == members else Ranks(members, group)
+    world = weakref.ref(dist.group.WORLD)
+    is_known = before is not None and (before.members, before.world) == (members, world)
+    ranks = before if before is not None and is_known else Ranks(members, group)
+    ranks.world = world
     of_meshes = (parameter.device_mesh.device_type for parameter in parameters if is_distributed(parameter))
     devices = itertools.chain(of_meshes, (str(parameter.device) for parameter in parameters))
     ranks.device = next(devices, str(torch.accelerator.current_accelerator() or "cpu"))

@@ -239,7 +239,7 @@ for _name in ("__dlpack__", "apply_", "as_subclass", "data_ptr", "map2_", "map_"
     _forward(_name, _memory)
 if hasattr(Tensor, "const_data_ptr"):  # in newer releases of torch
     _forward("const_data_ptr", _memory)
-for _name in ("__bool__", "__complex__", "__float__", "__format__", "__index__", "__int__", "__repr__", "tolist"):
+for _name in ("__complex__", "__float__", "__format__", "__repr__", "tolist"):  # others dispatch
     _forward(_name, _value)
 for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"):
     _return_gradient_from(f"__i{_name}__")

@@ -133,7 +133,8 @@ class Factor:
     def apply_on_host(self, gradient: Tensor) -> None:
         """Do what a GPU does to a gradient, with the same rounding, to its copy on the CPU."""
         if isinstance(self.value, Tensor) and not self.value.is_cpu:
-            dtype = self.value.dtype if self.kind is FactorKind.UNSCALE else gradient.dtype
+            is_narrowed = self.kind is not FactorKind.UNSCALE and gradient.shape  # else torch promotes
+            dtype = gradient.dtype if is_narrowed else self.value.dtype
             replace(self, value=self.value.to("cpu", dtype)).apply(gradient)
         elif self.kind is FactorKind.DIVIDE and not self.is_of_list:
             # A GPU divides by a scalar of the host through its inverse, in the precision it computes in.
@@ -252,9 +253,11 @@ class TakenGradient:
         """Return the same values in the dtype in which they count."""
         with self._lock():
             exact = self.unscaled()
-            if self.factors and exact is self.pending:
+            if not self.factors:
+                return exact
+            if exact is self.pending:
                 exact = self._copy_of(exact, exact.dtype)
-            with native.usual_float_mode():
+            with deferred_signals(), native.usual_float_mode():
                 for factor in self.factors:
                     factor.apply(exact)
             return exact
@@ -270,7 +273,7 @@ class TakenGradient:
             return pending.to(self.exact_dtype)
         scaled = torch.empty_like(pending, dtype=self.exact_dtype).copy_(pending)
         apply = Factor.apply if pending.device == self.device else Factor.apply_on_host
-        with native.usual_float_mode():
+        with deferred_signals(), native.usual_float_mode():
             for factor in self.factors:
                 apply(factor, scaled)
         return scaled
@@ -314,7 +317,7 @@ class TakenGradient:
             return None
         factor = factors[0]
         is_promoted = isinstance(factor.value, Tensor) and factor.kind is not FactorKind.UNSCALE
-        if not self.shape and is_promoted and factor.value.dtype.itemsize > dtype.itemsize:
+        if not self.shape and is_promoted and torch.promote_types(factor.value.dtype, dtype) != dtype:
             return None  # torch computes in the wider dtype where neither has dimensions
         scale = factor.number_for(dtype, on_cpu=self.device.type == "cpu")
         if factor.kind is FactorKind.DIVIDE:

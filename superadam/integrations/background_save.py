@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -85,25 +86,24 @@ def wait() -> None:
         ) from error
 
 
-_groups: dict[object, tuple[object, dist.ProcessGroup]] = {}
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def gloo_group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a gloo group of the same ranks, made once, on which collectives run at the same time as those of training.
 
     It waits for ranks as long as the given one does. After `destroy_process_group()` another one is made; a save under
-    way keeps its own. Where torch.distributed is not used, None.
+    way keeps its own. Where torch.distributed is not used, None; on another rank, the given one, for it to be refused.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    world: Any = dist.group.WORLD
-    for known in [known for known, (of_world, _) in _groups.items() if of_world is not world]:
-        del _groups[known]  # of a job before
-    key = group or world
+    key: Any = group or dist.group.WORLD
+    if dist.get_rank(key) < 0:
+        return group
     if key not in _groups:
         ranks = dist.get_process_group_ranks(key)
         is_part = len(ranks) < dist.get_world_size()
         with deferred_handlers():  # else Ctrl-C on one rank would let it make another one alone
             made = dist.new_group(ranks, backend="gloo", timeout=timeout_of(key), use_local_synchronization=is_part)
-            _groups[key] = world, cast(dist.ProcessGroup, made)
-    return _groups[key][1]
+            _groups[key] = cast(dist.ProcessGroup, made)
+    return _groups[key]

@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from superadam.distributed.shards import is_distributed
 from superadam.integrations.checkpoint_folder import CheckpointError
+from superadam.kernels.memory import has_memory
+from superadam.kernels.nested import tensors_in
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
 from superadam.optim.entry import Encoded
@@ -72,9 +75,9 @@ def template_of(
         raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
     template = {}
     for name, (shape, dtype) in tensors.items():
-        parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
+        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
         like = state[name] if name in state else parameters[parameter]
-        if like.shape != shape:  # as that of step
+        if like.shape != shape or key == "step":
             like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
     pairs = zip(groups, values["param_groups"], strict=True)
@@ -131,8 +134,21 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def seen(parameter: Tensor) -> str:
+    """Return a few elements of an ordinary parameter, which all ranks have alike; nothing of a DTensor."""
+    if is_distributed(parameter) or not has_memory(parameter):
+        return ""
+    flat = parameter.detach().flatten()
+    return str(flat[:: max(1, flat.numel() // 8)].tolist())
+
+
 def bytes_of_values(values: dict[str, Any]) -> bytes:
     """Return what `values.pt` holds; raises CheckpointError where `load` would refuse it."""
+    if any(map(is_distributed, tensors_in(values))):  # of which it would hold one rank's part
+        raise CheckpointError(
+            "extra, or a list or dict in the optimizer's state, holds a DTensor, expected those in the state itself or "
+            "as buffers of the model; give full_tensor() of it"
+        )
     memory = io.BytesIO()
     try:
         torch.save(values, memory)

@@ -38,6 +38,11 @@ class CheckpointRanks:
         self._number, self._point = next(_begun), (outcome, 0, 0)
         are_several = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if are_several else (0, 1)
+        if self.rank < 0:
+            raise CheckpointError(
+                f"{failure}: process_group is a group without this rank, {dist.get_rank()}; call it on the ranks of "
+                "the group alone"
+            )
 
     def gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in their order.
@@ -80,7 +85,7 @@ class CheckpointRanks:
         return seen[0]
 
     def require_alike(self, names: object) -> None:
-        """Raise CheckpointError unless all ranks have the same names of tensors."""
+        """Raise CheckpointError unless all ranks have the same names of tensors, and see the same in ordinary ones."""
         every = self.gather(names)
         if others := [rank for rank, each in enumerate(every) if each != every[0]]:
             raise CheckpointError(
@@ -136,7 +141,8 @@ class CheckpointRanks:
             place = f" (on rank {self.rank})" if self.size > 1 else ""
             fault = f"{cause}{place}"
             if not isinstance(cause, CheckpointError):
-                fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
+                advice = self.advice if isinstance(cause, OSError) else ""
+                fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{advice}"
         is_ended = cause is not None and not isinstance(cause, Exception)
         faults, are_begun, are_ended = zip(*self.gather((fault, len(begun), is_ended)), strict=True)
         if cause is not None and is_ended:

@@ -222,7 +222,7 @@ def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> Specul
     if optimizer is None or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             f"the Trainer made {type(optimizer).__name__}, expected torch.optim.Adam or AdamW, which superadam "
-            "replaces; leave args.optim at its default, or train without offload()"
+            "replaces; turn off what makes another one, or train without offload()"
         )
     defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
     kind = SpeculativeCPUAdamW if type(optimizer) is torch.optim.AdamW else SpeculativeCPUAdam

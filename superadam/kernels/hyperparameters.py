@@ -64,7 +64,7 @@ class Hyperparameters:
             raise ValueError(f"Invalid betas: {described(betas)}; expected a pair of numbers")
         lr, eps, weight_decay, *flags = _others(group)
         raw = (lr, *betas, eps, weight_decay, *flags)
-        if tuple(map(type, raw)) == _USUAL_TYPES:
+        if tuple(map(type, raw)) == _USUAL_TYPES and lr:  # to a cache, 0.0 and -0.0 are the same
             return _hyperparameters(*raw)
         parsed: list[Any] = [_number(*named) for named in zip(_NUMBERS, raw, strict=False)]
         return Hyperparameters(*parsed, *map(_flag, _FLAGS, raw[len(_NUMBERS) :]))

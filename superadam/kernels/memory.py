@@ -11,6 +11,11 @@ def extent_of(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a strided tensor share memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether a strided tensor's storage holds its elements.
 

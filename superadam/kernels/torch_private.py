@@ -93,6 +93,11 @@ def ordinary_tensors() -> Iterator[None]:
             yield
 
 
+call_after_backward: Callable[[Callable[[], object]], object] = _find(
+    "autograd.Variable._execution_engine.queue_callback", lambda function: None
+)
+"""Calls a function when the backward that this thread is in has ended; RuntimeError outside of one. Otherwise never."""
+
 uncompiled: Callable[..., Any] = _find("_compile._disable_dynamo", torch.compiler.disable)
 """Lets torch.compile call a function as it is. The public decorator imports the compiler at once."""
 

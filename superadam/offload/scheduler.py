@@ -142,7 +142,7 @@ class OffloadScheduler(GradientHolder):
         self._groups: ReducedGroups | None = None  # of DTensors
         self._error: Exception | None = None  # raised in a hook, where it would leave other ranks waiting
         self._hyper: list[Hyperparameters] = []
-        self._closed = False
+        self._closed = self._is_end_awaited = False
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
         self._check_process: Callable[[], object] = bool
@@ -180,6 +180,10 @@ class OffloadScheduler(GradientHolder):
             try:
                 made = self._device.mark_ready(parameter)  # now, on the stream that made it, whenever it is taken
                 self._take([(parameter, made)] if self._groups is None else self._groups.add(parameter, made))
+                if self._groups is not None and not self._is_end_awaited:
+                    self._is_end_awaited = True
+                    with suppress(RuntimeError):  # FSDP2 has called this when backward had ended
+                        torch_private.call_after_backward(self._backward_ended)
             except Exception as error:
                 if self._groups is None:
                     raise
@@ -191,7 +195,16 @@ class OffloadScheduler(GradientHolder):
             for bucket in self._bucketer.add(parameter, made):
                 self._send(bucket)
 
+    def _backward_ended(self) -> None:
+        """Take the last group, so that programs that change all gradients find them alike."""
+        with self._lock():
+            try:
+                self._take_waiting()
+            except Exception as error:
+                self._error = self._error or error
+
     def _take_waiting(self) -> None:
+        self._is_end_awaited = False
         if self._groups is not None:
             self._take(self._groups.rest())
 

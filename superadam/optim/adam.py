@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -137,6 +138,7 @@ class SpeculativeCPUAdam(Optimizer):
     _binding: Binding
     _verdicts: _Verdicts
     _storage: Storage
+    _arriving: dict[Tensor, dict[str, Any]] | None = None  # the state that `load_state_dict` loads, meanwhile
 
     def __init__(
         self,
@@ -494,6 +496,7 @@ class SpeculativeCPUAdam(Optimizer):
             result["state"] = {key: raw(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
         return result
 
+    @_whole
     def torch_state_dict(self) -> dict[str, Any]:
         """Return `state_dict()` without masters, as `torch.optim.Adam` or `AdamW` over the same parameters loads it."""
         result, state = self.state_dict(), {}
@@ -524,7 +527,11 @@ class SpeculativeCPUAdam(Optimizer):
             # Check everything and take the tensors out, so that torch neither casts nor moves them.
             if self._arriving is not arriving:  # a signal kept an earlier call from removing this
                 return None
-            states = self._binding.bound(self.param_groups).table.states
+            names = [name for index, group in enumerate(self.param_groups) for name in names_of(group, index)]
+            states = [  # without what they have, which may be refused
+                ParameterState(parameter, row, name, storage=self._storage)
+                for row, (parameter, name) in enumerate(zip(parameters_of(self), names, strict=True))
+            ]
             groups, entries, foreign = checkpoint.read(final, states, self.param_groups)
             for group in groups:
                 check_stored(group, self._storage, is_loaded=True)
@@ -532,29 +539,36 @@ class SpeculativeCPUAdam(Optimizer):
             return {"state": foreign, "param_groups": groups}
 
         handle = self.register_load_state_dict_pre_hook(take_state)  # the last one, so that it sees the users' changes
-        self._arriving = arriving
+        outer, self._arriving = self._arriving, arriving  # a hook may load, too
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            del self._arriving
+            self._arriving = outer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load `param_groups` and `state` from a pickle, a deep copy or `load_state_dict`."""
-        values = dict(state)
+        values, arriving = dict(state), self._arriving
         published = values.pop("state", None)  # a property here: it must not land in __dict__
-        arriving = self.__dict__.get("_arriving")
         with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
+            if arriving is not None:  # first, as it may raise: of memory, say
+                self.state = defaultdict(dict, {**arriving, **published})
             super().__setstate__(values)
             _lighten_step(type(self))
-            if published is not None:  # else it stays, as in torch
-                self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
+            if arriving is None and published is not None:  # else it stays, as in torch
+                self.state = published
 
     @_whole
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
-        values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
+        values = {key: getattr(self, key) for key in ("defaults", "param_groups", "statistics", "_verdicts")}
         return {**values, "_storage": self._storage, "state": self._binding.entries(self.param_groups)}
+
+    @_whole
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
 
 _own_step = SpeculativeCPUAdam.step

@@ -28,7 +28,7 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.memory import has_memory
+from superadam.kernels.memory import has_memory, is_expanded
 from superadam.kernels.places import sharing
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
@@ -492,8 +492,7 @@ def _refuse_shared_memory(states: Sequence[ParameterState], names: Sequence[str]
                 "one of them"
             )
         listed[state.parameter] = name
-        p = state.local
-        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
+        if is_expanded(state.local):
             raise ValueError(
                 f"{name} is expanded: its elements share memory, expected each element in memory of its own; "
                 "clone() it before optimizing"

@@ -20,7 +20,7 @@ from superadam.kernels import torch_private
 from superadam.kernels.copies import is_plain
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
-from superadam.kernels.memory import has_memory
+from superadam.kernels.memory import has_memory, is_expanded
 from superadam.optim.entry import Encoded, Entry
 from superadam.state.parameter import ARRAYS, TENSORS, ParameterState
 
@@ -94,7 +94,7 @@ def is_of_others(entry: object) -> bool:
 def _is_dense(value: object, shape: torch.Size) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return False
-    if shards.is_distributed(value):
+    if shards.is_distributed(value) or is_expanded(value):
         return False
     return value.dtype in DTYPES and value.shape == shape and has_memory(value)
 
@@ -188,7 +188,8 @@ def _read(
             f"loaded state dict has {len(groups)} parameter groups, expected {len(own_groups)}; "
             "load a checkpoint of the same model"
         )
-    copies = [_read_group(*pair, index) for index, pair in enumerate(zip(groups, own_groups, strict=True))]
+    memo: dict[int, Any] = {}  # one for all groups, which may have one learning rate, a tensor
+    copies = [_read_group(*pair, index, memo) for index, pair in enumerate(zip(groups, own_groups, strict=True))]
     identifiers = itertools.chain.from_iterable(group["params"] for group in groups)
     by_identifier = dict(zip(identifiers, states, strict=True))
     if len(by_identifier) != len(states):
@@ -215,7 +216,9 @@ def _read(
     return copies, read, foreign
 
 
-def _read_group(group: Mapping[str, Any], own_group: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _read_group(
+    group: Mapping[str, Any], own_group: Mapping[str, Any], index: int, memo: dict[int, Any]
+) -> dict[str, Any]:
     size = len(own_group["params"])
     if len(group["params"]) != size:
         raise ValueError(
@@ -236,7 +239,7 @@ def _read_group(group: Mapping[str, Any], own_group: Mapping[str, Any], index: i
         )
     foreign = ("params", "capturable", "differentiable")
     values = {key: value for key, value in group.items() if key not in foreign}
-    copied = {**LATER_GROUP_KEYS, **copy.deepcopy(values), "params": [None] * size}
+    copied = {**LATER_GROUP_KEYS, **copy.deepcopy(values, memo), "params": [None] * size}
     Hyperparameters.of_group(copied)
     return copied
 
@@ -255,19 +258,18 @@ def check_arrays(state: ParameterState) -> None:
 
 
 def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles) -> dict[str, Any]:
-    """Return a copy of a checked entry, its tensors whole: `step` 0-dim, those of Adam as kernels read them.
+    """Return a copy of a checked entry, its tensors whole and those of a new state: `step` 0-dim, as kernels read them.
 
     Of a mapped checkpoint, no more than one tensor is in memory at a time.
     """
     copied: dict[str, Any] = Entry({}) if state.encodings else {}
-    holder = ParameterState(state.parameter, state.row, state.name, storage=state.storage)
     if "step" in entry:
         step = fitted_step(entry["step"], read_step(entry["step"], state.name))
         copied["step"] = step.detach().to("cpu", copy=True).reshape(())
     for key in TENSORS:
         if entry.get(key) is not None:
-            holder.store(key, entry[key])
-            copied[key] = Encoded.of(holder, key) if key in state.encodings else state.whole(getattr(holder, key))
+            state.store(key, entry[key])
+            copied[key] = Encoded.of(state, key) if key in state.encodings else state.whole(getattr(state, key))
             mapped.release(entry[key])
     copied.update({key: _cast(value, state.parameter) for key, value in entry.items() if key not in OURS})
     return copied

@@ -262,7 +262,7 @@ class ParameterState(Piece):
         name: in error messages.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
         cuts: the pieces that it is cut into; none where it is its own only piece.
-        storage: how it is stored.
+        asked, storage: how it was to be stored, and how it is.
         first_threshold: position of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
         shown: by key, the stand-ins for its `TENSORS` in `optimizer.state`: a write to one is a write to the state.
@@ -294,7 +294,7 @@ class ParameterState(Piece):
         on_host = local.is_cpu if is_on_host is None else is_on_host
         self.is_staged = not on_host or not self.has_layout(local)
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
-        self.storage = storage.of(local)
+        self.asked, self.storage = storage, storage.of(local)
         self.first_threshold = shards.first_position(parameter) % compact.BLOCK if layout.is_contiguous() else 0
         self.encodings: dict[str, compact.Encoding] = {}
         if self.storage.moments is Moments.EIGHT_BIT:
@@ -514,8 +514,8 @@ class ParameterState(Piece):
         return int(places_of([self.master, self.wholes.get("master")])[:, VERSION].sum())
 
     def check_largest(self) -> None:
-        """Raise ValueError where the largest second moment cannot be stored."""
-        if self.storage.moments is Moments.EIGHT_BIT:
+        """Raise ValueError where the largest second moment cannot be stored, whatever the shape."""
+        if self.asked.moments is Moments.EIGHT_BIT:
             raise ValueError(
                 f"amsgrad is True for {self.name}, whose moments have 8 bits, expected False; "
                 "set amsgrad=False, or make the optimizer with moments='bf16'"

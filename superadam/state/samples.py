@@ -54,9 +54,9 @@ class Samples:
         if found and not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "%s was written to past its version counter, as through .data, numpy or shared memory: superadam now "
-                "compares all parameters with their masters in this and the next %d steps, which takes time; call "
-                "optimizer.reload_masters() right after such writes, or write under torch.no_grad() without .data",
+                "%s, or its master, was written to past its version counter, as through .data, numpy or shared memory: "
+                "superadam now compares all parameters with their masters in this and the next %d steps, which takes "
+                "time; call optimizer.reload_masters() right after such writes, or make them under torch.no_grad()",
                 self._table.states[found[0]].name,
                 FULL_STEPS,
             )

@@ -167,7 +167,6 @@ class ParameterTable:
         for state, hyper in zip(states, each, strict=True):
             if hyper.amsgrad:
                 state.check_largest()
-        self.created.clear()
         try:
             for state, hyper in zip(states, each, strict=True):
                 if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):

@@ -81,7 +81,7 @@ WRONG = {
     "convert bytes.json": "is no text",
     "convert 0.json two\nlines": "unrecognized arguments: two lines",
     "bench --threads 0": "argument --threads: 0 is no number from 1 to 2147483647",
-    "bench --threads 99999999999": "99999999999 is no number from 1 to 2147483647",
+    "bench --threads 2147483648": "2147483648 is no number from 1 to 2147483647",
     f"plan phi-4 --ranks {'1' * 400}": "is no number from 1 to 2147483647",
     "SUPERADAM_ISA=sse9 bench --isa scalar --threads 1": "sse9",
     "bench --isa sse9": "--isa sse9 cannot run on this machine",

@@ -342,7 +342,8 @@ RECORDED: dict[str, Operation] = {
 READ: dict[str, Operation] = {
     "refused data": lambda p, held: _set_data(p, torch.eye(3).to_sparse()),
     "mul of a sparse tensor": lambda p, held: torch.ones_like(p).detach().to_sparse().mul_(p.grad).to_dense(),
-    "in a list": lambda p, held: () if p.dim() else (torch.tensor([p.grad, p.grad]), bool(p.grad)),
+    "in a list": lambda p, held: () if p.dim() else torch.tensor([p.grad, p.grad]),
+    "in a complex list": lambda p, held: () if p.dim() else torch.tensor([p.grad], dtype=torch.complex64).real,
     "norm": lambda p, held: p.grad.norm(),
     "norm 3": lambda p, held: p.grad.norm(3),
     "norm of rows": lambda p, held: torch.linalg.vector_norm(p.grad, dim=0),
@@ -538,6 +539,7 @@ def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
     run(["div", name, "norm"], torch.bfloat16, (5, 7), "here", irregular)
     held = ["hold", "hold detached", name, "add", "edit held", "scale held", "norm"]
     run(held, torch.float32, (9,), "here", irregular)
+    run([name], torch.float32, (), "here", irregular)
 
 
 # -- training loops ----------------------------------------------------------------------------------------------------

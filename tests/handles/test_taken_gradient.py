@@ -2,6 +2,7 @@
 
 import gc
 import math
+import signal
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from support.visible import bits
 from torch import Tensor, nn
 
 from superadam.handles.taken_gradient import Factor, FactorKind, HostSum, TakenGradient
+from superadam.kernels import native
 from superadam.testing import SimulatedDevice
 
 MULTIPLY, DIVIDE, UNSCALE = FactorKind.MULTIPLY, FactorKind.DIVIDE, FactorKind.UNSCALE
@@ -117,7 +119,7 @@ NARROW = torch.tensor(0.3).item()
         ((4,), DIVIDE, 4, torch.float32, 0.25),
         ((4,), DIVIDE, torch.tensor(-2.0), torch.float32, -0.5),
         ((4,), DIVIDE, 0.5, torch.float32, None),
-        ((4,), DIVIDE, 3, torch.float32, None),
+        ((4,), DIVIDE, 2.0**-200, torch.float32, None),  # which fp32 has not
         ((4,), DIVIDE, 0, torch.float32, None),
         ((4,), DIVIDE, math.inf, torch.float32, None),
         ((), MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.float32, None),  # in double, and rounded once
@@ -173,6 +175,37 @@ def test_a_gpu_rounds_scalars_of_its_own_memory_first(dtype: torch.dtype) -> Non
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         Factor(DIVIDE, number).apply_on_host(on_host := gradient.clone())
         assert same_bits(on_host, (gradient.to(wide) * (1 / torch.tensor(number, dtype=wide))).to(dtype))
+
+
+def test_a_gpu_promotes_a_gradient_without_dimensions() -> None:
+    class OnGPU(Tensor):
+        is_cpu = property(lambda self: False)
+
+    gradient, value = torch.tensor(0.7578125, dtype=torch.bfloat16), torch.tensor(0.3018)
+    for kind, expected in ((MULTIPLY, gradient.clone().mul_(value)), (DIVIDE, gradient.clone().div_(value))):
+        Factor(kind, value.as_subclass(OnGPU)).apply_on_host(on_host := gradient.clone())
+        assert same_bits(on_host, expected)
+
+
+@pytest.mark.parametrize("part", ["__enter__", "__exit__"])
+def test_no_handler_leaves_another_floating_point_mode(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = getattr(native._UsualFloatMode, part)
+
+    def interrupted(mode: Any, *error: Any) -> None:
+        if part == "__enter__":
+            ordinary(mode)
+        signal.raise_signal(signal.SIGINT)
+        if part == "__exit__":
+            ordinary(mode, *error)
+
+    monkeypatch.setattr(native._UsualFloatMode, part, interrupted)
+    taken = TakenGradient(irregular(4))
+    taken.record(Factor(MULTIPLY, 0.5))
+    with flushed_denormals():
+        for read in (taken.exact, taken.scaled):
+            with pytest.raises(KeyboardInterrupt):
+                read()
+            assert not native.is_float_mode_usual()
 
 
 class Buffer:

@@ -404,6 +404,24 @@ def test_an_action_of_the_system_stays_as_it_was():
         signal.siginterrupt(signal.SIGUSR1, True)
 
 
+def test_a_handler_that_was_found_inside_is_the_one_that_it_stood_for():
+    seen: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append("first"))
+    with deferred_signals():
+        found: Any = signal.getsignal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda *both: (seen.append("second"), found(*both)))
+    for expected, handler in ((["second", "first"], signal.getsignal(signal.SIGUSR1)), (["first"], found)):
+        signal.signal(signal.SIGUSR1, handler)
+        seen.clear()
+        with deferred_signals():
+            signal.raise_signal(signal.SIGUSR1)
+            assert seen == []
+        assert seen == expected
+    with pytest.raises(ValueError, match="out of range"), deferred_signals():
+        operator.call(signal.getsignal(signal.SIGUSR1), 10**6, None)
+    signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("by", ["this thread", "another"])
 def test_the_garbage_collector_runs_outside_alone(by):
     run = operator.call if by == "this thread" else in_thread

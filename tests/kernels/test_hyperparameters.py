@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.strategies import USUAL, hyperparameters, scales
 
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.hyperparameters import Coefficients, Scale, beta_power, described
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale, beta_power, described
 from superadam.kernels.native import Flag
 from superadam.state.table import CoefficientTable
 
@@ -76,6 +76,15 @@ def test_table_tells_hyperparameters_apart_that_did_not_live_together():
     table = CoefficientTable()
     rates = [float(rate) for rate in range(1, 3001)]
     assert [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), False) for rate in rates] == list(range(3000))
+
+
+def test_zero_has_a_sign() -> None:
+    group = dataclasses.asdict(USUAL) | {"betas": (USUAL.beta1, USUAL.beta2)}
+    assert [math.copysign(1.0, Hyperparameters.of_group(group | {"lr": lr}).lr) for lr in (0.0, -0.0, 0.0)] == [
+        1,
+        -1,
+        1,
+    ]
 
 
 def test_errors_show_values_of_less_than_eighty_letters() -> None:

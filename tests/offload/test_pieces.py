@@ -90,6 +90,7 @@ def train(run: Run) -> None:
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] *= 0.9
             model(step).backward()
+            run.see(gradients=[torch.nn.utils.get_total_norm([parameter.grad]) for parameter in model.parameters()])
             optimizer.step()
             outcome = optimizer.last_outcome
             assert (outcome.kind is StepKind.SKIPPED) is (step == SPOILED)

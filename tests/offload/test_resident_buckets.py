@@ -24,7 +24,7 @@ from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices import Device
+from superadam.devices import Device, Stream
 from superadam.state.resident import ResidentStates
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
@@ -88,6 +88,9 @@ def test_a_driver_without_memory_for_events_makes_no_step_twice(gpu_buckets, mon
             train(model, optimizer, range(2, 5))
             found.append(state_bits(optimizer))
     assert found[0] == found[1]
+    monkeypatch.setattr(device.accelerator, "Event", lambda **_: {}["another error"])
+    with pytest.raises(KeyError):
+        device.record(Stream.CURRENT)
 
 
 def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None:

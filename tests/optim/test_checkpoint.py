@@ -376,6 +376,38 @@ def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> Non
     assert visible(optimizer) == visible(twin)
 
 
+def test_a_good_state_dict_replaces_a_state_that_is_refused() -> None:
+    good = trained(make(), [1])
+    for spoil in (
+        lambda p, entry: setattr(p, "data", torch.ones(2, 64)),  # of a model that has grown to that of the checkpoint
+        lambda p, entry: entry.update(exp_avg=torch.zeros(1, 64).expand(2, 64)),
+        lambda p, entry: entry.update(step="damaged"),
+    ):
+        optimizer = SpeculativeCPUAdamW([parameter(64), parameter(1, 64, seed=1)], lr=0.1)
+        train_alike(optimizer, copy.deepcopy(optimizer), 1)
+        grown = parameters_of(optimizer)[1]
+        entry = optimizer.state[grown]
+        grown.grad, grown.data = None, torch.ones(2, 64)
+        spoil(grown, entry)
+        optimizer.load_state_dict(good.state_dict())
+        copy_weights(good, optimizer)
+        assert state_bits(optimizer) == state_bits(good)
+
+
+def test_groups_share_a_learning_rate_after_loading_too() -> None:
+    optimizer = SpeculativeCPUAdamW([{"params": [parameter(3)]}, {"params": [parameter(4)]}], lr=torch.tensor(0.1))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+
+
+def test_a_hook_that_is_called_after_loading_may_load() -> None:
+    optimizer, saved = (trained(make(), [1]) for _ in range(2))
+    others = [trained(make(), [1, 2]).state_dict()]
+    optimizer.register_load_state_dict_post_hook(lambda one: one.load_state_dict(others.pop()) if others else None)
+    optimizer.load_state_dict(saved.state_dict())
+    assert [entry["step"] for entry in optimizer.state.values()] == [2, 2]
+
+
 def test_loading_copies() -> None:
     saved = copy.deepcopy(trained(make(torch.bfloat16)).state_dict())
     before = {index: entry_bits(entry) for index, entry in saved["state"].items()}

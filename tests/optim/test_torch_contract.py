@@ -6,6 +6,7 @@ import functools
 import math
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -418,6 +419,22 @@ def test_deepcopy_of_model_and_optimizer_together() -> None:
     assert all(p is q for p, q in zip(other_model.parameters(), parameters_of(other), strict=True))
     train_alike(optimizer, other, 2, speculative=False)
     assert bits(other_model.weight) == bits(model.weight)
+
+
+def test_steps_of_other_threads_wait_for_a_copy() -> None:
+    optimizer = make(max_grad_norm=1e9)
+    train(optimizer, 1)
+    with ThreadPoolExecutor(1) as others:
+
+        class Copied:
+            def __deepcopy__(self, memo: dict[int, Any]) -> None:
+                with pytest.raises(TimeoutError):
+                    others.submit(train, optimizer, 2).result(timeout=0.1)
+
+        optimizer.param_groups[0]["name"] = Copied()
+        copied = copy.deepcopy(optimizer)
+    assert copied.state[parameters_of(copied)[-1]]["step"] == 1
+    assert optimizer.state[parameters_of(optimizer)[-1]]["step"] == 2
 
 
 def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> None:

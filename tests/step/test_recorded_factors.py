@@ -156,7 +156,7 @@ def test_norm_without_a_limit_is_that_of_products_before_they_are_rounded(factor
     ("count", "unscale", "change", "expected"),
     [
         (1, 1.0, lambda g: g.mul_(0.5), (StepKind.COMMITTED, 1.0)),  # not told as that of all
-        (2, 1.0, lambda g: g.mul_(0.25), (StepKind.CLIPPED, 0.25)),
+        (2, 1.0, lambda g: g.mul_(-0.25), (StepKind.COMMITTED, 1.0)),
         (2, 0.3, lambda g: PRODUCTS["unscaled"]([g]) or g.mul_(0.25), (StepKind.CLIPPED, 0.25)),
         (2, 1.0, lambda g: g.div_(4.0), (StepKind.CLIPPED, 0.25)),
         (2, 1.0, lambda g: check_and_unscale([g], *torch.tensor([0.0, 1e39])) or g.div_(4.0), (StepKind.SKIPPED, 1.0)),

@@ -24,6 +24,23 @@ def test_an_accepted_step_is_kept_where_the_next_gradient_only_waits() -> None:
     assert visible(optimizer) == visible(twin)
 
 
+def test_a_gradient_that_is_set_aside_counts_only_once_it_is_back() -> None:
+    optimizer, twin = (
+        trained(SpeculativeCPUAdam([parameter(n, dtype=torch.bfloat16) for n in (70, 5)]), [1]) for _ in range(2)
+    )
+    norms = []
+    for one in (optimizer, twin):
+        give_gradients(one, 2, speculative=one is optimizer)
+        first = parameters_of(one)[0]
+        held, first.grad = first.grad, None
+        norms.append(one.clip_grad_norm_(math.inf))
+        train(one, 3)
+        first.grad = held
+        one.step()
+    assert norms[0] == norms[1]
+    assert visible(optimizer) == visible(twin)
+
+
 def test_speculation_goes_on_after_a_write_was_adopted() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
     train(optimizer, 1)

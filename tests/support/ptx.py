@@ -352,7 +352,8 @@ def _(a: Array) -> Array:
 def _(name: str, is_unordered: str, kind: str, a: Array, b: Array) -> Array:
     a, b = typed(a, kind), typed(b, kind)
     result: Array = getattr(operator, name)(a, b)
-    return result | np.isnan(a) | np.isnan(b) if is_unordered else result
+    unordered = np.isnan(a) | np.isnan(b)
+    return result | unordered if is_unordered else result & ~unordered
 
 
 @operation(r"setp\.(nan|num)\.(f(?:16|32|64))")
