@@ -272,6 +272,20 @@ class Transfers(NewValues):
             return None
         return lambda gradient: gradient.to(dtype_on_link(gradient, self.transfer_dtype))
 
+    def rounded(self, state: ParameterState, gradient: Tensor) -> Tensor:
+        """Return a gradient in the dtype in which it travels; where the device has no memory for that, on the host."""
+        dtype = dtype_on_link(gradient, self.transfer_dtype)
+        if self.device.is_host(gradient) or gradient.dtype == dtype:
+            return gradient.to(dtype)
+        layout = self._layout_of((state,))
+        try:
+            return layout.views(self.device.pack([gradient], layout, dtype))[0]
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            self.device.record(Stream.CURRENT).synchronize()
+            return gradient.to("cpu", dtype)
+
     # ---- new values --------------------------------------------------------------------------------------------------
 
     def shadow(self, layout: FlatLayout[Piece], memory: Tensor | None = None, host: Tensor | None = None) -> Shadow:

@@ -308,6 +308,23 @@ def test_what_a_handler_raises_in_a_step_keeps_no_rank_from_it(rank):
     assert [float(entry["step"]) for entry in optimizer.state_dict()["state"].values()] == [1.0] * (1 - rank)
 
 
+@on_ranks(2)
+def test_ranks_that_begin_anew_count_their_calls_anew(rank, tmp_path):
+    optimizer = SpeculativeCPUAdamW([cut(4)])
+    saved = optimizer.state_dict()
+    optimizer.step()
+    if rank:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "all_gather", Mock(side_effect=RuntimeError("planted")))
+            raises(RuntimeError, r"could not agree on a step, .* \(planted\)", optimizer.step)
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.last_outcome.grad_norm == 2.0
+
+
 def end_of_rank_1(rank: int) -> str:
     optimizer = SpeculativeCPUAdamW([parameter := cut(4)])
     optimizer.step()

@@ -351,7 +351,7 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
         assert scheduler.statistics.buckets > program.steps
         assert program.edit is place or (scheduler.statistics.resident_buckets > 0) is (kept > 0)
         is_speculated = where == "simulated" or (program.dtype == torch.bfloat16 and not kept)
-        if is_speculated and program.micro_batches == 1 and not program.loss_scale:
+        if is_speculated and program.micro_batches == 1:
             assert optimizer.statistics.accepted > 0
             patched = optimizer.statistics.patched  # each rank predicts from its own parts
             assert patched > 5 or kept or not program.clips, (where, patched)

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import threading
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from torch import distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.host.memory import Claim
@@ -171,7 +172,8 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(rank, tm
     saves, loads = words[:5], words[5:]
     assert all(sentence.startswith(f"cannot save a checkpoint to {tmp_path}: ") for sentence in saves)
     assert ["on rank 0" in saves[0], *("on rank 1" in sentence for sentence in saves[1:])] == [True] * 5
-    assert "ZeroDivisionError: division by zero (on rank 1)" in saves[2]
+    assert "(on rank 0): free some space, or choose another folder" in saves[0]
+    assert "ZeroDivisionError: division by zero (on rank 1); earlier ones are" in saves[2]
     assert "UnicodeDecodeError" in loads[0]
     assert "no other one in it is intact" in loads[0]  # nor can rank 1 read the older one
     intact = f"nothing was loaded: load {tmp_path / 'save-00000001'}, which is intact"
@@ -302,7 +304,10 @@ def test_rank_that_is_killed_leaves_the_older_one(victim, waits, tmp_path):
 
 @ranks.on_ranks(3)
 def test_process_group_may_be_a_part_of_the_ranks(rank, tmp_path):
-    """The last two of three. What they talk through waits as long, and is no part of what all three make later."""
+    """The last two of three. What they talk through waits as long, and is no part of what all three make later.
+
+    Nor does it keep the group of all alive.
+    """
     group = distributed.new_group([1, 2], timeout=timedelta(seconds=77))
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -316,7 +321,43 @@ def test_process_group_may_be_a_part_of_the_ranks(rank, tmp_path):
         assert torch.equal(model.weight, saved)
     if rank:
         assert timeout_of(background_save.gloo_group_of(group)) == timedelta(seconds=77)
+    calls = [partial(call, model=model, optimizer=optimizer) for call in (save, partial(save, wait=False), load)]
+    for call in [latest, *calls] if rank == 0 else ():
+        assert "process_group is a group without this rank, 0; " in told(partial(call, process_group=group), tmp_path)
     distributed.barrier(distributed.new_group(timeout=timedelta(seconds=20)))
+    world = weakref.ref(distributed.group.WORLD)
+    distributed.destroy_process_group()
+    assert world() is None
+
+
+@ranks.on_ranks(2)
+def test_what_would_be_that_of_one_rank_is_refused(rank, tmp_path):
+    """Shards among values, and stages whose parameters have equal names."""
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    values = [[next(iter(optimizer.state)).detach()]]
+    words = [told(partial(save, extra=values), tmp_path, model, optimizer)]
+    next(iter(optimizer.state.values()))["more"] = values
+    words.append(told(save, tmp_path, model, optimizer))
+    assert all("in the optimizer's state, holds a DTensor, expected" in sentence for sentence in words)
+    torch.manual_seed(rank)
+    stage = nn.Linear(3, 2)
+    stages = told(save, tmp_path, stage, SpeculativeCPUAdamW(stage.parameters()))
+    assert "ranks [1] have other parameters than rank 0" in stages
+    assert not os.listdir(tmp_path)
+
+
+@ranks.on_ranks(2)
+def test_number_that_all_ranks_have(rank, tmp_path):
+    one = nn.Parameter(distribute_tensor(torch.ones(()), init_device_mesh("cpu", (2,)), [Replicate()]))
+    model, optimizer = nn.ParameterList([one]), SpeculativeCPUAdamW([one])
+    one.grad = torch.ones_like(one)
+    optimizer.step()
+    before = content(model, optimizer)
+    save(tmp_path, model, optimizer)
+    optimizer.step()
+    load(tmp_path, model, optimizer)
+    assert content(model, optimizer) == before
 
 
 GB = 10**9

@@ -1,6 +1,7 @@
 """Every private name of torch stands in one module, does what it is relied on for, and can be done without."""
 
 import ast
+import contextlib
 import functools
 import json
 import operator
@@ -249,6 +250,17 @@ def compiled(work: Callable[[], object]) -> tuple[int, set[bool]]:
     torch.compile(work, backend=backend)()
     torch.compiler.reset()
     return len(traced), set(traced)
+
+
+@relied_on("calls once this thread's backward has ended", "autograd.Variable._execution_engine.queue_callback")
+def _() -> bool:
+    one, seen = torch.ones(1, requires_grad=True), []
+    with contextlib.suppress(RuntimeError):  # outside of a backward
+        torch_private.call_after_backward(lambda: seen.append("outside"))
+        return False
+    one.register_hook(lambda _: torch_private.call_after_backward(lambda: seen.append(one.grad is not None)))
+    one.sum().backward()
+    return seen == [True]
 
 
 @relied_on("lets the optimizer's step run uncompiled", "_compile._disable_dynamo")

@@ -35,6 +35,7 @@ NEEDED_ALONE = (
     "autograd.profiler._is_profiler_enabled",
     "autograd.graph._allow_mutation_on_saved_tensors_enabled",
     "autograd.forward_ad._current_level",
+    "autograd.Variable._execution_engine.queue_callback",
 )
 """Names that are not needed to take gradients, but by the optimizer itself, which does without each."""
 
