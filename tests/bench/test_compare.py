@@ -25,9 +25,8 @@ NUMEL = 3 * native.CHUNK
 def made(monkeypatch):
     """Return a list that gets the tensors of each optimizer as it is made; steps follow each other without a rest."""
     made = []
-    build = contests._parameters
 
-    def kept(*arguments):
+    def kept(*arguments, build=contests._parameters):
         made.append(build(*arguments))
         return made[-1]
 
@@ -38,10 +37,9 @@ def made(monkeypatch):
 
 
 def three_steps(*sides):
-    for _ in range(3):
-        for side in sides:
-            side.renew()
-            side.run()
+    for side in sides * 3:
+        side.renew()
+        side.run()
 
 
 @pytest.mark.parametrize(("tensors", "numel"), [(3, 64), (1, 4096)])

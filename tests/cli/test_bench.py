@@ -82,7 +82,6 @@ READ_ONLY = {
     Pass.UPDATE: ("gradient",),
 }
 
-
 STORED = [Storage(moments, master) for moments in Moments for master in Master]
 KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, way.format) for way in STORED[1:])]
 

@@ -33,14 +33,12 @@ def stdout_into(stream: IO[bytes], encoding: str = "utf-8") -> Iterator[None]:
         yield
 
 
-FULL = "superadam: cannot write the output: No space left on device; free some space or choose another place\n"
-
-
 @pytest.mark.parametrize("words", [["--help"], ["doctor"]], ids=" ".join)
 def test_full_output_is_a_sentence(words, capsys):
     with open("/dev/full", "wb") as full, stdout_into(full):
         assert main(words) == 2
-    assert capsys.readouterr().err == FULL
+    sentence = "cannot write the output: No space left on device; free some space or choose another place"
+    assert capsys.readouterr().err == f"superadam: {sentence}\n"
 
 
 def test_status_is_the_same_where_sentences_cannot_be_written(monkeypatch):

@@ -1,7 +1,6 @@
 """Pinned memory: no two tensors overlap, what is free is found again, and nothing is free while a copy needs it."""
 
 import gc
-import logging
 import math
 import signal
 import threading
@@ -198,8 +197,7 @@ def test_threads_ask_for_memory_one_at_a_time(monkeypatch):
 
 
 def before_allocating(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-    original = Gaps.allocate
-    monkeypatch.setattr(Gaps, "allocate", lambda gaps, size: (call(), original(gaps, size))[1])
+    monkeypatch.setattr(Gaps, "allocate", lambda gaps, size, allocate=Gaps.allocate: (call(), allocate(gaps, size))[1])
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
@@ -208,9 +206,8 @@ def before_allocating(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object
 def test_what_does_not_fit_is_pageable_counted_and_told_once(caplog):
     memory, registrar = pinned(4)
     held = take(memory, 3)
-    with caplog.at_level(logging.WARNING, "superadam"):
-        for _ in range(3):
-            assert page_of(take(memory, 3), registrar) is None
+    for _ in range(3):
+        assert page_of(take(memory, 3), registrar) is None
     assert memory.pageable_bytes == 9 * PAGE_BYTES
     (record,) = caplog.records
     assert record.args == tuple(f"{pages * PAGE_BYTES / 1e9:.2f} GB" for pages in (3, 4))
@@ -233,8 +230,7 @@ def test_pageable_memory_is_kept_as_well():
 
 
 def test_as_much_as_the_driver_allows_is_pinned(caplog):
-    with caplog.at_level(logging.WARNING, "superadam"):
-        memory, registrar = pinned(16, largest=2, limit=11 * PAGE_BYTES)
+    memory, registrar = pinned(16, largest=2, limit=11 * PAGE_BYTES)
     assert sorted(registrar.registered.values()) == [2 * PAGE_BYTES, 8 * PAGE_BYTES]
     assert memory.size == 10 * PAGE_BYTES
     (record,) = caplog.records
@@ -277,8 +273,7 @@ def test_closing_unpins_when_the_last_view_is_gone():
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
 def test_the_end_waits_for_copies_under_way(closes):
     memory, registrar = pinned()
-    event = Point()
-    event.at_synchronize = lambda: registrar.registered  # raises where memory is gone already
+    event = Point(at_synchronize=lambda: registrar.registered)  # raises where memory is gone already
     memory.hold_until(take(memory, 1), event, "queue")
     if closes:
         memory.close()
@@ -292,8 +287,7 @@ def test_a_driver_that_does_not_unpin_leaves_the_memory_mapped(caplog):
     memory, registrar = pinned()
     (address,) = registrar.registered
     registrar.refuses_to_unregister = True
-    with caplog.at_level(logging.WARNING, "superadam"):
-        memory.close()
+    memory.close()
     assert "could not unpin" in caplog.text
     with open("/proc/self/maps") as maps:
         ranges = [line.split()[0].split("-") for line in maps]
@@ -310,9 +304,7 @@ def test_ctrl_c_interrupts_no_unpinning():
 
 def test_a_forked_child_leaves_the_parents_memory_alone():
     memory, registrar = pinned()
-    held = take(memory, 1)
-    held.fill_(7)
-    tensors = [held]
+    tensors = [take(memory, 1).fill_(7)]
 
     def end_everything():
         memory.close()
@@ -321,7 +313,6 @@ def test_a_forked_child_leaves_the_parents_memory_alone():
         assert registrar.unregistered == []
         assert not forks._left_to_parent[-1][0].closed
 
-    del held
     assert exit_code_of_child(end_everything) == 0
     assert (tensors[0] == 7).all()
 
@@ -333,8 +324,7 @@ def test_a_refusal_of_driver_or_system_is_told_and_leaves_no_mapping_behind(size
             return int(statm.read().split()[0])
 
     memory, before = PinnedMemory(RecordingRegistrar(limit=0)), mapped()
-    with caplog.at_level(logging.WARNING, "superadam"):
-        memory.grow(size, size)
+    memory.grow(size, size)
     assert told in caplog.text
     assert memory.size == 0
     assert mapped() - before < (1 << 32) // PAGE_BYTES

@@ -263,7 +263,6 @@ def test_what_is_written_to_memory_that_was_freed_is_told() -> None:
 
 # ---- an accelerator beside a model in host memory --------------------------------------------------------------------
 
-
 PARAMETER = nn.Parameter(torch.zeros(3))
 
 

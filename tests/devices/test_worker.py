@@ -57,7 +57,6 @@ def worker(idle):
 def test_a_failure_is_raised_once_with_its_cause_and_later_jobs_are_discarded(worker, error, is_behind):
     """Whether they were there before it: backward goes on, and the submitting thread has nothing to do with it."""
     ran, gate = [], threading.Event()
-
     worker.submit(lambda _: gate.wait(60) and None)
     worker.submit(mock.Mock(side_effect=error))
     if not is_behind:
@@ -121,8 +120,7 @@ def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker, with_job
     """Every time that it is waited for; what it was to do is forgotten."""
     end_thread(worker, with_job=with_job)
     ran = []
-    held = Idle()
-    is_held = weakref.ref(held)
+    is_held = weakref.ref(held := Idle())
     worker.submit(lambda _, held=held: ran.append(held.asked))
     del held
     for _ in range(2):
@@ -141,7 +139,6 @@ def test_jobs_go_before_idle_work(worker, idle):
     """A job waits for at most one piece of idle work."""
     gate, ran_after = threading.Event(), []
     idle.pieces = 1_000_000
-
     worker.submit(lambda _: gate.wait(60) and None)
     worker.wake()
     worker.submit(lambda _: ran_after.append(idle.asked))
@@ -222,10 +219,6 @@ def fail_anywhere(worker: Worker, error: BaseException, patch: pytest.MonkeyPatc
     worker.wake()
 
 
-MOST_LOOKS = 8
-"""In a call, at whether the thread is alive: each after a quarter of a second, however slow the machine is."""
-
-
 def in_time(worker: Worker, call: Callable[[], object]) -> bool:
     """Call, and return whether WorkerError was raised; fail where that waits long for the thread."""
     failed = False
@@ -234,7 +227,7 @@ def in_time(worker: Worker, call: Callable[[], object]) -> bool:
             call()
         except WorkerError:
             failed = True
-    assert look.call_count <= MOST_LOOKS
+    assert look.call_count <= 8  # at whether it is alive, each after a quarter of a second, however slow the machine is
     return failed
 
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.ranks import ENDED, on_ranks, raises, run
-from support.shards import local, wrap
+from support.shards import gathered, local, wrap
 from support.visible import bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,12 +71,10 @@ def test_the_norm_is_that_of_all_ranks(rank):
     replicas = [cut(2, placements=[Replicate()]), cut(placements=[Replicate()])]
     parameters = [cut(7, 2), cut(1), cut(4, 3, placements=[Shard(1)]), *replicas]
     double = cut(9, 5, dtype=torch.float64)
-    every: list[Any] = [None] * 3
     for seed in range(20):
         torch.manual_seed(3 * seed + rank)
         local(double.grad).normal_()
-        torch.distributed.all_gather_object(every, SpeculativeCPUAdamW([double]).clip_grad_norm_(1.5).item())
-        assert len({*every}) == 1
+        assert len({*gathered(SpeculativeCPUAdamW([double]).clip_grad_norm_(1.5).item())}) == 1
     optimizer = SpeculativeCPUAdamW(parameters, max_grad_norm=2.0)
     for parameter in parameters:
         torch.manual_seed(rank if parameter.placements != (Replicate(),) else 7)
@@ -85,8 +83,7 @@ def test_the_norm_is_that_of_all_ranks(rank):
     expected = torch.cat([one.flatten() for one in whole]).double().square().sum().sqrt().item()
     asked = optimizer.clip_grad_norm_(1.5).item()
     assert asked == pytest.approx(expected, rel=1e-14)  # summed in another order
-    torch.distributed.all_gather_object(every, asked)
-    assert every == [asked] * 3
+    assert gathered(asked) == [asked] * 3
     optimizer.step()
     outcome = optimizer.last_outcome
     assert outcome.grad_norm == asked

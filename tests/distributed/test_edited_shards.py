@@ -1,7 +1,6 @@
 """Gradients of FSDP2's shards that are held, edited and exchanged: the bits of the run without a scheduler."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,13 +8,17 @@ import torch
 from support.deep import TIMES
 from support.edited_gradients import ACTIONS, Run, assert_unnoticed, seen_of
 from support.shards import wrap
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 NONE = -1  # of the layers is left out of a loss
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_rank", "one_torch_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 REFUSED_BY_TORCH = {"grad = pickled", "hold a deep copy"}  # of DTensors that FSDP2 has cut
 OF_SHARDS: dict[str, Any] = {
@@ -59,15 +62,6 @@ class Sharded(Run):
     def losses(self, left_out: int) -> list[Tensor]:
         inputs = self.values(4, 64).to(self.parameters[0].dtype)
         return [(output * self.values(4, 8)).sum() for output in self.model(inputs, left_out)]
-
-
-@pytest.fixture(autouse=True)
-def _one_rank(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group(
-        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield
-    distributed.destroy_process_group()
 
 
 def test_programs_see_and_end_in_what_the_run_without_a_scheduler_does() -> None:

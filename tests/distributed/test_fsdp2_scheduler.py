@@ -15,7 +15,7 @@ from support.deep import DEEP, TIMES
 from support.late_gradients import LateGradients, beside
 from support.overlap import ImmediateDevice, ThreadDevice
 from support.ranks import on_ranks
-from support.shards import DEVICES, ROUNDED, SHAPES, assert_same, local, parts_of, ways_to_shard, wrap
+from support.shards import DEVICES, ROUNDED, SHAPES, assert_same, gathered, local, parts_of, ways_to_shard, wrap
 from support.visible import bits
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
@@ -254,10 +254,6 @@ ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
 }
 
 
-SCALING = ("clip", "multiply")
-"""How those begin that torch does by products."""
-
-
 def act(run: Run, step: int) -> None:
     """Do up to two of these to parameters that have gradients."""
     for _ in range(run.draws.choice([0, 1, 2, 2])):
@@ -329,7 +325,8 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
                 scaler.scale(loss_of(model, rank, step, micro, recomputes=program.recomputes)).backward()
         program.edit(run, step)
         is_clipped = (step % 5 == 4 or program.clips == "torch") and not is_drawn
-        is_scaled |= is_clipped or program.loss_scale or any(str(one).startswith(SCALING) for one in run.seen[begin:])
+        makes_products = any(str(one).startswith(("clip", "multiply")) for one in run.seen[begin:])
+        is_scaled |= is_clipped or program.loss_scale or makes_products
         if is_clipped and program.mesh != "ignored":  # torch cannot clip where some are not sharded
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
         if step == program.steps - 3 and rank == 1 and not is_drawn:
@@ -365,9 +362,7 @@ def trained(rank: int, program: Program, where: str | None) -> tuple[list[Tensor
 def test_program_has_the_bits_of_training_without_a_scheduler(rank, name):
     """The first two in each of the three settings, which take turns for the others."""
     parts, seen = trained(rank, PROGRAMS[name], None)
-    every = [None, None]
-    distributed.all_gather_object(every, repr(seen))
-    assert every[0] == every[1]
+    assert gathered(repr(seen)) == [repr(seen)] * 2
     # A scaled loss skips steps by itself, and some clip them all.
     assert all(kind in seen for kind in StepKind) or PROGRAMS[name].loss_scale or PROGRAMS[name].clips
     number = [*PROGRAMS].index(name)

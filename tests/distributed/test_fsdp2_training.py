@@ -25,7 +25,6 @@ STEPS = 12
 MICRO_BATCHES = 2
 LIMIT = 0.5
 
-
 MODELS = {"Llama": lambda: llama(intermediate_size=1), "Qwen3-MoE": mixture_of_experts}
 """With uneven shards, and of the Llama's feed-forward layers empty ones."""
 

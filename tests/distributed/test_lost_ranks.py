@@ -134,7 +134,6 @@ NOTICED = re.compile(
 )
 """What a rank raises once another one has ended or does not answer: our sentence, or gloo's within torch."""
 
-
 TOLD = r"RuntimeError: step\(\) failed on ranks \[{}\], so nothing was changed; see the error that was raised there\n"
 UNSAVED = r".*CheckpointError: cannot save a checkpoint to .* \(on rank {}\).*\n"
 

@@ -207,18 +207,6 @@ def scale(run: Run) -> None:
         )
 
 
-def roll_back(run: Run) -> None:
-    run.optimizer.speculate()
-    run.optimizer.rollback()
-    run.check_gradients()
-
-
-def zero_one(run: Run) -> None:
-    """And add to it afterwards."""
-    on_both(run, lambda p: p.grad.zero_() if p.dim() > 1 else None)
-    run.backward(99)
-
-
 def write_and_add(run: Run) -> None:
     """A gradient that was written to is an ordinary one until it is None."""
     round_twin(run, lambda p: p.grad.clamp_(-1, 1))
@@ -237,12 +225,12 @@ EDITS: dict[str, Callable[[Run], object]] = {
     "clip_grad_norm_": clip,
     "unscale_": scale,
     "speculate": lambda run: run.optimizer.speculate(),
-    "rollback": roll_back,
+    "rollback": lambda run: (run.optimizer.speculate(), run.optimizer.rollback(), run.check_gradients()),
     "write": lambda run: round_twin(run, lambda p: p.grad.clamp_(-1, 1)),
     "write through .data": lambda run: round_twin(run, lambda p: p.grad.data.add_(1)),
     "write and add": write_and_add,
     "replace": lambda run: round_twin(run, lambda p: setattr(p, "grad", p.grad.clone() * 3)),
-    "zero": zero_one,
+    "zero and add": lambda run: (on_both(run, lambda p: p.grad.zero_() if p.dim() > 1 else None), run.backward(99)),
     "drop": lambda run: on_both(run, lambda p: setattr(p, "grad", None) if p.dim() > 1 else None),
     "state_dict": lambda run: run.optimizer.state_dict(),
     "failed backward": lambda run: run.backward(96, fails_at=1),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.overlap import ThreadDevice
 from support.ranks import on_ranks, raises
-from support.shards import local
+from support.shards import gathered, local
 from support.visible import bits, entry_bits
 from torch import Tensor, distributed, nn
 from torch.distributed import DeviceMesh, init_device_mesh
@@ -136,8 +136,7 @@ def test_every_element_counts_once(rank, way):
     hold, is_told = WAYS[way]
     group = distributed.group.WORLD if is_told else None
     parts = hold(rank)
-    every = [None] * 4
-    distributed.all_gather_object(every, [(part.name, part.shape) for part in parts])
+    every = gathered([(part.name, part.shape) for part in parts])
     whole = Trained([Part(*one) for one in dict.fromkeys(one for some in every for one in some)])
     bad = every[3][0][0]
     alone = SpeculativeCPUAdamW(whole.named(), lr=0.1, max_grad_norm=1.0)
@@ -150,9 +149,7 @@ def test_every_element_counts_once(rank, way):
         with OffloadScheduler(ours, model, **options) if overlaps else nullcontext():
             seen = train(model, ours, bad)
         assert (ours.statistics.accepted > 0) is overlaps
-        told = [None] * 4
-        distributed.all_gather_object(told, repr(seen))
-        assert told == [repr(seen)] * 4
+        assert gathered(repr(seen)) == [repr(seen)] * 4
         for (kind, norm, clip), (its_kind, its_norm, its_clip) in zip(seen, expected, strict=True):
             assert (kind, clip) == (its_kind, its_clip)
             assert norm == pytest.approx(its_norm, rel=1e-14, nan_ok=True)  # added in another order
@@ -189,8 +186,7 @@ def test_what_is_unknown_is_refused(rank):
     told = r"^the copies of a parameter on ranks \[0, 1\] and \[2, 3\] have gradients that differ, expected the same"
     raises(RuntimeError, told, lambda: one_step(half, world, gradients=1 + rank // 2))
     told = r"^weight is \(4, 3\) on ranks \[0, 1\] and \(5, 3\) on ranks \[2, 3\], expected the same parameter"
-    unlike = [Part("weight", (4 + rank // 2, 3), stage, [Shard(0)])]
-    raises(RuntimeError, told, lambda: one_step(unlike, world))
+    raises(RuntimeError, told, lambda: one_step([Part("weight", (4 + rank // 2, 3), stage, [Shard(0)])], world))
     mesh = init_device_mesh("cpu", (4,))
     uneven = [Part("all", (8,), mesh, [Shard(0)]), Part("some", (8,), mesh, [Shard(0)])][: 2 - (rank == 1)]
     told = r"^some is distributed over ranks \[0, 1, 2, 3\], and only the optimizers of ranks \[0, 2, 3\] have it"
@@ -332,8 +328,7 @@ def warned(rank: int, shapes: list[list[tuple[int, ...]]], **options: Any) -> li
 def test_ordinary_parameters_that_differ_are_told_once(rank):
     replicas._world, replicas._worlds = None, 0  # each of these processes has served in another number of tests
     different = [[(2, 3)], [(2, 3)], [(2, 4), (5,)]]
-    words = [None] * 3
-    distributed.all_gather_object(words, warned(rank, different))
+    words = gathered(warned(rank, different))
     said = [one for some in words for one in some]
     assert said
     assert all("process_group=torch.distributed.group.WORLD" in one for one in said)
@@ -413,9 +408,8 @@ def test_stages_have_the_bits_of_one_process(rank, schedule_of, overlaps, scales
             assert (seen.kind, seen.clip_coefficient) == (expected.kind, expected.clip_coefficient)
             assert seen.grad_norm == pytest.approx(expected.grad_norm, rel=1e-14, nan_ok=True)  # in another order
             kinds.add(seen.kind)
-            of_name = dict(whole.named_parameters())
             for name, parameter in mine.named_parameters():
-                its = of_name[name]
+                its = whole.get_parameter(name)
                 assert bits(parameter) == bits(its)
                 assert entry_bits(ours.state[parameter]) == entry_bits(alone.state[its])
     assert kinds == set(StepKind)

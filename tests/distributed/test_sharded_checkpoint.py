@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import ranks
-from support.shards import model_of, wrap
+from support.shards import gathered, model_of, wrap
 from support.visible import content
 from torch import distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -65,12 +65,6 @@ def told(work: Any, *arguments: Any) -> str:
     with pytest.raises(CheckpointError) as error:
         work(*arguments)
     return str(error.value)
-
-
-def assert_same_on_all(words: list[str]) -> None:
-    every = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, words)
-    assert every == [words] * len(every)
 
 
 def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, **options: Any) -> tuple[Any, ...]:
@@ -167,7 +161,7 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(rank, tm
             damaged.write_bytes(intact)
     distributed.barrier()
     assert load(tmp_path, model, optimizer) == "newer"
-    assert_same_on_all(words)
+    assert gathered(words) == [words] * 2
     assert not [sentence for sentence in words if "\n" in sentence]
     saves, loads = words[:5], words[5:]
     assert all(sentence.startswith(f"cannot save a checkpoint to {tmp_path}: ") for sentence in saves)
@@ -189,12 +183,11 @@ def test_interrupt_of_one_rank_ends_the_load_of_all(rank, tmp_path):
     for extra in ("older", "newer"):
         save(tmp_path, model, optimizer, extra=extra)
     words = []
-    moments: Any = [
+    for moment in (
         (checkpoint_folder, "verify"),
         (optimizer, "load_state_dict"),
         (distributed_checkpoint, "set_model_state_dict"),
-    ]
-    for moment in moments:
+    ):
         with pytest.MonkeyPatch.context() as context:
             if rank == 1:
                 context.setattr(*moment, Mock(side_effect=KeyboardInterrupt))
@@ -263,11 +256,9 @@ def test_an_error_of_several_ranks_in_a_hook_that_loads_with_dcp_is_told_to_all(
     train(model, optimizer, 0)
     save(tmp_path, model, optimizer)
 
-    def load_more(*arguments: Any) -> None:
-        raise CheckpointException("", {each: (ValueError(each), None) for each in range(2)})
-
+    failures = {each: (ValueError(each), None) for each in range(2)}
     if rank == 0:
-        model.register_load_state_dict_pre_hook(load_more)
+        model.register_load_state_dict_pre_hook(Mock(side_effect=CheckpointException("", failures)))
     ranks.raises(CheckpointError, r"ValueError: 0 \(on rank 0\)", partial(load, tmp_path, model, optimizer))
 
 
@@ -432,9 +423,8 @@ def make_compact(size: int, moments: str, master: str) -> tuple[Any, Speculative
     On several ranks it is sharded.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(9, 5), nn.Linear(3, 9)
-    ).bfloat16()
+    layers = nn.Linear(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(9, 5), nn.Linear(3, 9)
+    model = nn.Sequential(*layers).bfloat16()
     if size > 1:
         wrap([*model, model])
     return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2, moments=moments, master=master, max_grad_norm=1.0)
@@ -517,7 +507,7 @@ def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(rank, tmp_p
             refused(load, HERE, model, optimizer)
             refused(load, Path(HERE, "save-00000001"), model, optimizer)
             refused(save, HERE, model, optimizer)
-    assert_same_on_all(words)
+    assert gathered(words) == [words] * 3
     fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
     begins = f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
     saves = f"cannot save a checkpoint to {HERE}: {fault}; earlier ones are as they were"
@@ -538,13 +528,11 @@ def test_folder_that_is_shared_is_left_as_it_was_and_can_be_read_only(rank, tmp_
         assert os.listdir(path) == []
         distributed.barrier()
     model, optimizer = make()
-    newest = save(path, model, optimizer, extra=7)
-    assert latest(path) == newest
+    assert save(path, model, optimizer, extra=7) == latest(path)
     assert sorted(os.listdir(path)) == [".lock", "latest", "save-00000001"]
     distributed.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-        refuse = Mock(side_effect=PermissionError("read-only"))  # root may write anywhere
-        patch.setattr("tempfile.NamedTemporaryFile", refuse)
+    with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
+        patch.setattr("tempfile.NamedTemporaryFile", Mock(side_effect=PermissionError("read-only")))
         assert load(latest(path), *make()) == 7
     words = told(latest, tmp_path / "file" / "run")
     assert words.startswith(f"cannot continue or begin a run in {tmp_path}/file/run: NotADirectoryError: ")

@@ -349,8 +349,7 @@ def test_state_of_other_placements_is_refused(rank):
 @on_ranks(2)
 def test_parameters_that_are_not_summed_are_refused(rank):
     mesh = init_device_mesh("cpu", (2,))
-    square = init_device_mesh("cpu", (2, 1))
-    for where, placements in ((mesh, [Partial()]), (square, [Shard(0), Partial()])):
+    for where, placements in ((mesh, [Partial()]), (init_device_mesh("cpu", (2, 1)), [Shard(0), Partial()])):
         partial = nn.Parameter(DTensor.from_local(torch.ones(3), where, placements))
         with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is placed .* expected Shard or Replicate"):
             SpeculativeCPUAdamW([partial])

@@ -88,8 +88,7 @@ def test_only_what_is_new_is_uploaded(monkeypatch):
         pack(tensors)
         return upload.call_count
 
-    others = [ramp(12), ramp(6)]
-    assert [run(tensors), run(tensors), run(others), run(tensors)] == [1, 0, 1, 0]
+    assert [run(tensors), run(tensors), run([ramp(12), ramp(6)]), run(tensors)] == [1, 0, 1, 0]
     tensors[0].set_(ramp(12))
     assert run(tensors) == 1
 
@@ -118,8 +117,7 @@ def test_table_of_another_stream_is_another_upload(monkeypatch):
 
 def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch):
     """New values are published when a step is made already."""
-    refuse = Mock(side_effect=RuntimeError("CUDA error: operation not permitted"))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    monkeypatch.setattr(Tensor, "pin_memory", Mock(side_effect=RuntimeError("CUDA error: operation not permitted")))
     uploaded = tables.upload(np.arange(3), torch.device("meta"))
     assert (uploaded.dtype, uploaded.shape, uploaded.device.type) == (torch.int64, (3,), "meta")
 
@@ -128,9 +126,8 @@ def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch):
 def uploads(monkeypatch):
     """All tables that were uploaded, of which only the first finds memory."""
     asked = []
-    upload = tables.upload
 
-    def short(array, device):
+    def short(array, device, upload=tables.upload):
         asked.append(array)
         if len(asked) > 1:
             raise torch.OutOfMemoryError("planted")

@@ -300,7 +300,6 @@ _hidden = torch.library.Library("superadam_hides", "DEF")
 _hidden.define("write(Tensor x) -> Tensor")
 _hidden.impl("write", lambda x: x.add_(1).sum(), "CPU")
 
-
 RECORDED: dict[str, Operation] = {
     "mul": lambda p, held: _returns(p.grad, lambda g: g.mul_(0.37)),
     "mul one": lambda p, held: _returns(p.grad, lambda g: g.mul_(1.0)),

@@ -45,7 +45,6 @@ def transposed(tensor: Tensor) -> Tensor:
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
-
 KINDS = st.sampled_from(list(FactorKind))
 NUMBERS = st.one_of(
     st.floats(-4, 4), st.sampled_from([0.5, 2.0, 1.0, -0.125, 0.0, math.inf, math.nan, 3, -1, 2**-140, 2.0**127])

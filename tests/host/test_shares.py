@@ -23,8 +23,6 @@ from superadam.host import cores
 from superadam.host.local_ranks import LocalRank, local_rank, processes
 from superadam.host.machine import Host, cpus_of
 
-NODES = [frozenset(range(72)), frozenset(range(72, 144))]
-
 
 def hosts(
     root: Path, count: int, affinities: Sequence[frozenset[int]], files: dict[str, str] | None = None
@@ -101,7 +99,7 @@ def test_what_a_launcher_gave_is_not_divided_again(tmp_path):
     assert [cores.share(one) for one in hosts(tmp_path / "own", 4, own, files)] == own
     for rank, host in enumerate(hosts(tmp_path / "own", 4, own)):
         assert cores.share(host, GPUS[rank]) == own[rank]
-    of_node = [NODES[rank // 2] for rank in range(4)]
+    of_node = [frozenset(range(72 * node, 72 * node + 72)) for node in (0, 0, 1, 1)]
     files = ranks(eight_gpus(), [listed(one) for one in of_node], script=True)
     seen = [cores.share(one) for one in hosts(tmp_path / "nodes", 4, of_node, files)]
     assert seen == [set(range(36)), set(range(36, 72)), set(range(72, 108)), set(range(108, 144))]

@@ -370,7 +370,6 @@ def decayed_as_adam(path: Path, is_lost: bool = False) -> None:
 
 mixed_up = changed_model(lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
 
-
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no optimizer": ("zero2-2", "*optim*", Path.unlink, r"no files \*optim_states.pt, expected a checkpoint of ZeRO"),
     "no model": ("zero2-2", "*model_states*", Path.unlink, r"no files \*model_states.pt"),

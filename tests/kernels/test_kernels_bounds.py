@@ -32,7 +32,6 @@ WRITTEN = {
 FILL = 0x3C  # such bytes are a small positive number in every dtype
 NAN = 0xFF  # and such ones NaN
 
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _NO_ACCESS = 0  # PROT_NONE

@@ -207,7 +207,6 @@ def test_a_bad_number_of_threads_raises(count):
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
-
 MODES = (nullcontext, flushed_denormals, rounded_upward)
 
 

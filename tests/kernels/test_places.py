@@ -18,21 +18,17 @@ from superadam.kernels.memory import has_memory
 from superadam.kernels.places import BYTES, LAYOUT, VERSION, compare, gradients_of, places_of
 
 
-def _set_data(tensor: Tensor, new: Tensor) -> None:
-    tensor.data = new
-
-
 def _resize(tensor: Tensor, nbytes: int) -> None:
     tensor.untyped_storage().resize_(nbytes)
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
-    "other memory": lambda t: _set_data(t, t.data.clone()),
-    "a view of itself": lambda t: _set_data(t, t.data[:3]),
-    "another dtype": lambda t: _set_data(t, t.data.view(torch.int32).view(torch.float32).double()),
-    "the same bytes as another dtype": lambda t: _set_data(t, t.data.view(torch.int32)),
-    "other strides": lambda t: _set_data(t, t.data.t()),
-    "another shape": lambda t: _set_data(t, t.data.reshape(2, 18)),
+    "other memory": lambda t: setattr(t, "data", t.data.clone()),
+    "a view of itself": lambda t: setattr(t, "data", t.data[:3]),
+    "another dtype": lambda t: setattr(t, "data", t.data.view(torch.int32).view(torch.float32).double()),
+    "the same bytes as another dtype": lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    "other strides": lambda t: setattr(t, "data", t.data.t()),
+    "another shape": lambda t: setattr(t, "data", t.data.reshape(2, 18)),
     "set_": lambda t: t.set_(t.detach().clone()),
     "swapped": lambda t: torch.utils.swap_tensors(t, t.detach().clone()),
     "shared": torch.Tensor.share_memory_,

@@ -138,8 +138,7 @@ class Copy:
         if (root / "cpu").is_dir():
             for module in EXTENSIONS:
                 library = output_of(f"import {module} as extension; print(extension.__file__)").strip()
-                folder_of_module = self.site.joinpath(*module.split(".")[:-1])
-                self.libraries.append(Path(shutil.copy(library, folder_of_module)))
+                self.libraries.append(Path(shutil.copy(library, self.site.joinpath(*module.split(".")[:-1]))))
             shutil.copytree(root / "gpu", self.site / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
             (self.site / "superadam" / "gpu").symlink_to(self.site / "gpu")
             shutil.copytree(root / "cpu", folder / "cpu")

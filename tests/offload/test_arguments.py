@@ -28,7 +28,6 @@ def refused(error: type[Exception], sentence: str, check: Any, *arguments: Any, 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
-
 COUNTS: list[Any] = [0, -1, 1.0, True, False, None, "Auto", "1", math.inf, torch.tensor(3), np.int64(3)]
 OTHER_DTYPES: list[Any] = [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, "float32", "bf16", None, 16]
 
@@ -43,8 +42,7 @@ OTHER_DTYPES: list[Any] = [torch.float64, torch.int8, torch.float8_e4m3fn, torch
     ],
 )
 def test_scheduler_refuses_arguments_before_it_changes_anything(name: str, values: list[Any], expected: str) -> None:
-    model = mlp()
-    optimizer = adam(model)
+    optimizer = adam(model := mlp())
     for wrong in values:
         told = f"^{name} is .*, expected 'auto' or {expected}$"
         refused(ValueError, told, OffloadScheduler, optimizer, model, **{name: wrong})
@@ -107,8 +105,7 @@ def two_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("two_ranks", [1, 2], indirect=True)
 def test_several_ranks_are_refused(two_ranks: None) -> None:
-    model = mlp()
-    optimizer = adam(model)
+    optimizer = adam(model := mlp())
     if torch.distributed.get_world_size() == 1:
         check_model(optimizer, model)
         return
@@ -164,7 +161,6 @@ def wrapped_by_lightning(optimizer: SpeculativeCPUAdam) -> Any:
     ],
 )
 def test_optimizers_in_wrappers(wrapper: Any) -> None:
-    model = mlp()
-    optimizer = adam(model)
+    optimizer = adam(model := mlp())
     with OffloadScheduler(wrapper(optimizer), model) as scheduler:
         assert scheduler.optimizer is optimizer

@@ -229,9 +229,8 @@ def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
 def test_worker_can_neither_come_nor_go(num_threads: int) -> None:
     steps = Steps(SIZES, Measured(num_threads=num_threads))
     before = steps.autotuner.placement
-    with pytest.raises(
-        ValueError, match=r"num_threads is \d, but the scheduler was made with \d, .*; make another scheduler"
-    ):
+    told = r"num_threads is \d, but the scheduler was made with \d, .*; make another scheduler"
+    with pytest.raises(ValueError, match=told):
         steps.autotuner.place(Placement(0, 10, None, 0 if num_threads else 1))
     assert steps.autotuner.placement == before
     steps.autotuner.place(Placement(0, 10, None, 2 if num_threads else 0))

@@ -283,13 +283,9 @@ def test_what_is_done_between_speculation_and_verdict(action: str) -> None:
 # ---- intervals -------------------------------------------------------------------------------------------------------
 
 
-def neighbour(factor: float, way: float) -> float:
-    return float(np.nextafter(np.float32(factor), np.float32(way)))
-
-
 def intervals(exact: float) -> dict[str, tuple[Prediction, int, bool]]:
     """Return predictions of a factor that is known: what they are, how many are patched, and whether all are redone."""
-    above, below = neighbour(exact, 2.0), neighbour(exact, 0.0)
+    above, below = (float(np.nextafter(np.float32(exact), np.float32(way))) for way in (2.0, 0.0))
     more, less, least = (float(np.float32(exact * factor)) for factor in (1.2, 0.9, 0.8))
     return {
         "exact, and for no others": (Prediction(exact), 0, False),

@@ -41,7 +41,6 @@ TIMERS = {
     signal.SIGPROF: signal.ITIMER_PROF,
 }
 
-
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
@@ -124,6 +123,12 @@ class Training:
             self.backward(number)
         (optimizer.resolve if number % 2 else optimizer.step)()
 
+    def after(self, *numbers: int) -> "Training":
+        """Make these steps, and return itself."""
+        for number in numbers:
+            self.step(number)
+        return self
+
     def attempt(self, number: int) -> None:
         if number < STEPS:
             self.step(number)
@@ -183,15 +188,6 @@ def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, inter
 PACKAGE = os.path.dirname(superadam.__file__), torch.autograd.grad_mode.__file__
 
 
-@contextlib.contextmanager
-def handled(number: int, handle: Callable[[], object]) -> Iterator[None]:
-    before = signal.signal(number, lambda *_: handle())
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
 def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
@@ -249,9 +245,7 @@ def struck(
 
 def made_plainly(dtype: torch.dtype, made: int, *, is_patched: bool) -> list[Any]:
     """Return what is seen if a step was made so often with the same gradients, and after one more step."""
-    training = Training(dtype, "plain", is_patched=is_patched)
-    training.step(0)
-    training.step(1)
+    training = Training(dtype, "plain", is_patched=is_patched).after(0, 1)
     training.backward(4)
     for _ in range(made):
         training.optimizer.step()
@@ -279,9 +273,7 @@ def test_ctrl_c_at_any_line_leaves_a_whole_step_or_none(dtype: torch.dtype, phas
     whole = [made_plainly(dtype, made, is_patched=is_patched) for made in range(1 if phase == "backward" else 3)]
     lines = 0
     for number in range(-1, POINTS):
-        training = Training(dtype, how, is_patched=is_patched)
-        training.step(0)
-        training.step(1)
+        training = Training(dtype, how, is_patched=is_patched).after(0, 1)
         at = None if number < 0 else 1 + number * (lines - 1) // (POINTS - 1)
         looks, again = number % 4 > 1, phase != "backward" and number % 2
         if phase == "backward":
@@ -316,10 +308,8 @@ def test_ctrl_c_once_a_copy_was_begun_leaves_its_memory_in_use(monkeypatch: pyte
 
     while at <= count:
         at, count = at + 1, 0
-        one, plain = (Training(torch.bfloat16, how) for how in ("simulated", "plain"))
+        one, plain = (Training(torch.bfloat16, how).after(0, 1) for how in ("simulated", "plain"))
         for training in (one, plain):
-            training.step(0)
-            training.step(1)
             with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
                 patch.setattr(CudaDevice, "copy", copy_until_struck)
                 training.backward(4)
@@ -338,9 +328,7 @@ def test_ctrl_c_while_a_scheduler_is_made_attaches_nothing(how: str) -> None:
     whole, threads = made_plainly(torch.bfloat16, 0, is_patched=False)[1], {*threading.enumerate()}
     at, lines = 0, 1
     while at <= lines:
-        training = Training(torch.bfloat16, "plain")
-        training.step(0)
-        training.step(1)
+        training = Training(torch.bfloat16, "plain").after(0, 1)
 
         def make(training: Training = training) -> None:
             training._schedulers.append(OffloadScheduler(training.optimizer, training.model, device=DEVICES[how](5)))
@@ -363,10 +351,7 @@ def test_handler_that_looks_sees_a_whole_step_at_any_line_of_a_look() -> None:
     expected = made_plainly(torch.bfloat16, 1, is_patched=False)[0]
     at, lines = 0, 1
     while at <= lines:
-        training, seen = Training(torch.bfloat16, "simulated"), list[Any]()
-        training.step(0)
-        training.step(1)
-        training.step(4)
+        training, seen = Training(torch.bfloat16, "simulated").after(0, 1, 4), list[Any]()
         training.optimizer.zero_grad()
         read, look = training.optimizer.state_dict, lambda seen=seen, of=training: seen.append(of.seen())
         ran = struck(read, at, look, (published_state.__file__, entry.__file__))
@@ -385,15 +370,17 @@ def test_handler_that_closes_the_scheduler_changes_no_bit_at_any_line_of_a_call(
     """The call that it interrupts goes on, and a step follows."""
 
     def seen(at: int) -> tuple[dict[str, Any], int]:
-        training = Training(torch.bfloat16, "simulated")
-        training.step(0)
+        training = Training(torch.bfloat16, "simulated").after(0)
         saved = copy.deepcopy(training.optimizer.state_dict())
         training.step(1)
         training.backward(4)
         arguments = {"clip_grad_norm_": [0.5], "load_state_dict": [saved]}.get(name, [])
         method, files = getattr(training.optimizer, name), (adam_module.__file__, binding.__file__, gradients.__file__)
-        with handled(signal.SIGUSR1, training.close):
+        before = signal.signal(signal.SIGUSR1, lambda *_: training.close())
+        try:
             ran = struck(lambda: method(*arguments), at, lambda: signal.raise_signal(signal.SIGUSR1), files)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
         training.optimizer.step()
         training.close()
         return training.seen(), ran
@@ -411,8 +398,7 @@ def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> 
     """Also after what the exception held is gone."""
     at, was_there = 1, True
     while was_there:
-        model = mlp(torch.bfloat16)
-        optimizer = adam(model)
+        optimizer = adam(model := mlp(torch.bfloat16))
         model(batch(1, torch.bfloat16)).float().sum().backward()
         optimizer.speculate()
         handle = next(model.parameters()).grad
@@ -432,8 +418,7 @@ def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> 
 @pytest.mark.parametrize("name", ["read", "save"])
 def test_modes_are_as_before_wherever_python_enters_and_leaves_a_manager(name: str) -> None:
     """Python looks for signals in the middle of a line, too: between a manager's beginning and what it is for."""
-    model = mlp(torch.bfloat16, width=64, layers=1)
-    optimizer = adam(model, moments="8bit", master="24bit")
+    optimizer = adam(model := mlp(torch.bfloat16, width=64, layers=1), moments="8bit", master="24bit")
     model(batch(1, torch.bfloat16, 64)).float().sum().backward()
     optimizer.step()
 

@@ -84,9 +84,8 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
     hidden = ["master"] if dtype == torch.float32 else []  # on the host the parameter is its own
     micro_batches, announces = choices.choice([1, 1, 1, 2, 3]), choices.choice([False, True])
     sum_dtype = choices.choice([None, torch.float32]) if announces else None
-    actions = [
-        choices.choice(["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"]) for _ in range(6)
-    ]
+    every = ["", "", "clip", "edit", "read", "inf", "place", "look", "drop", "roll back"]
+    actions = [choices.choice(every) for _ in range(6)]
     has_streams, seed = micro_batches == 1 and choices.random() < 0.9, choices.random()
     reads_losses, losses = choices.random() < 0.5, list[Tensor]()  # reading one waits for the model's stream
     scheduled = {
@@ -115,10 +114,8 @@ def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
             for step, action in enumerate(actions):
                 for micro in range(micro_batches):
                     tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(10 * step + micro))
-                    is_last = micro == micro_batches - 1
-                    with (
-                        nullcontext() if is_last or not announces or overlap is None else overlap.accumulate(sum_dtype)
-                    ):
+                    is_told = announces and micro < micro_batches - 1 and overlap is not None
+                    with overlap.accumulate(sum_dtype) if is_told else nullcontext():
                         loss = model(there(tokens)).float().square().mean()
                         loss.backward()
                 if elsewhere is not None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.deep import DEEP, TIMES
 from support.overlap import ThreadDevice, adam, mlp
-from torch import Tensor, nn
+from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice
@@ -72,8 +72,7 @@ def resident_bytes() -> int:
 
 
 def backward(model: nn.Module) -> None:
-    loss: Tensor = 30 * (model(INPUTS) - 1).float().square().mean()
-    loss.backward()
+    (30 * (model(INPUTS) - 1).float().square().mean()).backward()
 
 
 def ordinary(

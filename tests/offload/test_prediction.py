@@ -170,8 +170,7 @@ def test_any_number_may_be_a_norm_a_factor_or_a_limit(before: int, steps: list[A
 
 def listed(numel: int, count: int) -> tuple[Any, Any]:
     """Return a parameter and a list that has room for one element in `LISTED_SHARE`."""
-    state = SimpleNamespace(shape=torch.Size([numel]))
-    key: Any = type("State", (), {"shape": state.shape, "is_narrow": True})()
+    key: Any = type("State", (), {"shape": torch.Size([numel]), "is_narrow": True})()
     return key, SimpleNamespace(count=count, is_complete=count <= numel // LISTED_SHARE)
 
 
@@ -219,10 +218,9 @@ def test_speculation_is_tried_again_where_too_much_was_uncertain() -> None:
             predictor.add_lists({state: record}, predictions[0]._replace(interval=Interval(0.099, 0.101)))
         predictions = one_step(predictor, [5.0] * 4)
     assert 4 < len(tries) < 20
-    calm = listed(32000, 30)[1]
     for _ in range(100):
         if predictions[0] is not None:
-            predictor.add_lists({state: calm}, predictions[0])
+            predictor.add_lists({state: listed(32000, 30)[1]}, predictions[0])
         predictions = one_step(predictor, [5.0] * 4)
     assert predictions[0] is not None
 

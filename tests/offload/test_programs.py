@@ -1409,7 +1409,6 @@ def optimizer_used_in_a_transform(model: Any, optimizer: Any, step: int, run: Ru
 
 # ---- after a step, before its state follows --------------------------------------------------------------------------
 
-
 for _name in (
     "checkpoint_saved",
     "addresses_of_gradients_read",

@@ -233,7 +233,6 @@ ITERATIONS = st.builds(
     looks=st.booleans(),
 )
 
-
 COUNTS: collections.Counter[str] = collections.Counter()
 
 

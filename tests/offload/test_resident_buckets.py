@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,16 +75,15 @@ def test_a_write_that_leaves_no_hint_counts_after_state_came_home(device: Device
 
 @pytest.mark.parametrize("gpu_buckets", [0, 1, ALL])
 def test_a_driver_without_memory_for_events_makes_no_step_twice(gpu_buckets, monkeypatch):
-    def fail(**options: Any) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
     found = []
     for has_events in (True, False):
         device = SimulatedDevice(1, 0.5)
         options = {"bucket_numel": 70, "gpu_buckets": gpu_buckets, "device": device}
         with overlapped(torch.bfloat16, steps=2, **options) as (model, optimizer, _):
             if not has_events:
-                monkeypatch.setattr(device.accelerator, "Event", fail)
+                monkeypatch.setattr(
+                    device.accelerator, "Event", Mock(side_effect=RuntimeError("CUDA error: out of memory"))
+                )
             train(model, optimizer, range(2, 5))
             found.append(state_bits(optimizer))
     assert found[0] == found[1]

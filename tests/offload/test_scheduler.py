@@ -312,8 +312,7 @@ def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, h
 
 
 def test_scheduler_without_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp()
-    optimizer = adam(model)
+    optimizer = adam(model := mlp())
     with monkeypatch.context() as patch, refused(optimizer, RuntimeError, "has no thread .no more., expected one more"):
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no more")))
         OffloadScheduler(optimizer, model, num_threads=1, device=ThreadDevice())
@@ -359,9 +358,8 @@ def test_scheduler_that_is_closed_after_a_load_leaves_no_hook() -> None:
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    commit = Transaction.commit
 
-    def slow(self: Transaction, *arguments: int) -> int:
+    def slow(self: Transaction, *arguments: int, commit: Callable[..., int] = Transaction.commit) -> int:
         began.set()
         assert may_go_on.wait(60)
         ended.set()
@@ -617,11 +615,10 @@ def test_norms_that_others_ask_for_are_taken_before_gradients_travel(dtype: torc
 
 def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `clip_grad_norm_` makes them: a GPU sums a list of several dtypes in another order."""
-    foreach_norm = torch_private.foreach_norm
 
-    def rounds_otherwise(tensors: list[Tensor], order: float) -> list[Tensor]:
+    def rounds_otherwise(tensors: list[Tensor], order: float, of: Any = torch_private.foreach_norm) -> list[Tensor]:
         is_mixed = len({tensor.dtype for tensor in tensors}) > 1
-        return [norm * (0.5 if is_mixed else 1.0) for norm in foreach_norm(tensors, order)]
+        return [norm * (0.5 if is_mixed else 1.0) for norm in of(tensors, order)]
 
     monkeypatch.setattr(torch_private, "foreach_norm", rounds_otherwise)
     models = [mlp(), mlp()]

@@ -89,8 +89,7 @@ STEPS = 7
 
 def trained(device: CountingDevice | None) -> tuple[Any, list[int]]:
     """Return the bits after some steps, two of them clipped and one skipped, and the most bytes packed in each."""
-    model = mlp(torch.bfloat16, layers=24)
-    optimizer = adam(model, max_grad_norm=0.4)
+    optimizer = adam(model := mlp(torch.bfloat16, layers=24), max_grad_norm=0.4)
     most: list[int] = []
     with opened(optimizer, model, device) if device is not None else nullcontext() as scheduler:
         for seed in range(STEPS):
@@ -150,7 +149,6 @@ def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_
     bits, most = trained(device)
     assert bits == expected
     assert most == roomy if share == 1.0 else max(most[1:]) <= BOUND
-
     assert values_on_device(device.free, first_eagerness=0.95) == [True] * count + [False] * (48 - count)
     assert values_on_device(device.free, first_eagerness=0.95, limit=2 * LARGEST) == [False] * 48  # after it was full
 

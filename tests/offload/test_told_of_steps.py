@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,9 +108,7 @@ def check(setting: Setting, failing: Failing, caplog: pytest.LogCaptureFixture) 
 
 
 def displace(patch: pytest.MonkeyPatch) -> None:
-    of_step = Transaction._count
-
-    def count(transaction: Transaction, *arguments: Any) -> None:
+    def count(transaction: Transaction, *arguments: Any, of_step: Callable[..., None] = Transaction._count) -> None:
         transaction.statistics.displaced += 1
         of_step(transaction, *arguments)
 
@@ -182,11 +181,7 @@ def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatc
 
 
 def test_a_log_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            raise PlantedError("planted")
-
-    refusing = Refusing()
+    refusing = Mock(filter=Mock(side_effect=PlantedError("planted")))
     monkeypatch.setattr(telling, "_failed", set())
     telling._logger.addFilter(refusing)
     try:
@@ -194,14 +189,12 @@ def test_a_log_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         assert telling.tell("this", math.log, 1.0) == 0.0
     finally:
         telling._logger.removeFilter(refusing)
+    refusing.filter.assert_called_once()
 
 
 def test_what_is_no_error_is_not_kept() -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        telling.tell("this", interrupt)
+        telling.tell("this", Mock(side_effect=KeyboardInterrupt))
 
 
 @pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25), 0.0, -1.0, 2.0])

@@ -176,10 +176,6 @@ def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypa
         assert run.seen() == plain.seen(), f"with seed {seed}"
 
 
-def _replace(parameter: torch.Tensor) -> None:
-    parameter.grad = None if parameter.grad is None else parameter.grad * 0.25
-
-
 def _scale_later(parameter: torch.Tensor) -> None:
     gradient = parameter.grad
     time.sleep(1e-5)
@@ -194,9 +190,8 @@ USES: dict[str, Callable[[Any], object]] = {
     "read": lambda parameter: parameter.grad.clone().tolist(),
     "alias": lambda parameter: parameter.grad.data_ptr(),
     "drop": lambda parameter: setattr(parameter, "grad", None),
-    "replace": _replace,
+    "replace": lambda parameter: setattr(parameter, "grad", None if parameter.grad is None else parameter.grad * 0.25),
 }
-
 
 SETS = {"drop", "replace"}
 """Uses that set `.grad`. Where another thread reads it at that moment, as a scheduler's hook may, torch crashes."""
@@ -238,8 +233,7 @@ def test_gradients_that_another_thread_uses_during_backward(use: str, comes_firs
 
 @pytest.mark.parametrize("use", sorted(USES.keys() - SETS - {"scale later"}))
 def test_what_uses_a_taken_gradient_waits_for_calls_of_the_optimizer(use: str) -> None:
-    model = mlp(torch.bfloat16, layers=1)
-    optimizer = adam(model)
+    optimizer = adam(model := mlp(torch.bfloat16, layers=1))
     model(batch(0, torch.bfloat16)).float().sum().backward()
     optimizer.speculate()
     other = threading.Thread(target=USES[use], args=(next(model.parameters()),), daemon=True)

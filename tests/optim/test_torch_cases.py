@@ -39,7 +39,6 @@ REFUSED = {
 }
 """Configurations that ours does not do: the update runs on the CPU, outside CUDA graphs."""
 
-
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 

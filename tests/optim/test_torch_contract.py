@@ -190,8 +190,7 @@ def test_wrappers_of_the_class_are_called() -> None:
 
     for name in ("first", "second"):
         wrap(name)
-        optimizer = make(cls=Sub)
-        copy.deepcopy(optimizer).step()
+        copy.deepcopy(make(cls=Sub)).step()
         pickle.loads(pickle.dumps(SpeculativeCPUAdamW([parameter(3)]))).step()
     assert calls == ["first", "second", "first"]
 
@@ -363,7 +362,6 @@ COPIES = {
     "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
     "torch.save": lambda optimizer: through_disk(optimizer, weights_only=False),
 }
-
 
 STORAGES = {
     "fp32": {"amsgrad": True},

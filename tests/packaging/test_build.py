@@ -23,7 +23,6 @@ IS_X86 = platform.machine() == "x86_64"
 BEYOND_BASELINE = r"%[yz]mm|\tv[a-z]" if IS_X86 else r"\b[zp]\d+\.[bhsdq]\b"
 """What the disassembly of instructions looks like that not every CPU of this architecture has."""
 
-
 UNWANTED = {f"-f{name}": f"-fno-{name}" for name in ("fast-math", "unsafe-math-optimizations", "finite-math-only")}
 UNWANTED |= {"-ffp-contract=fast": "-ffp-contract=off"}
 """Options of users, and what has to come after them."""

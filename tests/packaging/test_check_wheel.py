@@ -66,7 +66,6 @@ SOUND = ("-DSUPERADAM_SIMD", str(ROOT / "cpu" / "dispatch.c"), "-lpthread")
 HELPER = '__attribute__((visibility("default"))) int helper(void) { return 1; }\n'
 UNSTABLE, NOT_STABLE = "const char *PyUnicode_AsUTF8(void *);\n", "which is not in the stable ABI of 3.11"
 
-
 NAME, BEYOND = MODULES[0], f"expected nothing beyond {', '.join(sorted(LIBRARIES))}"
 FAULTS = {  # what comes before the source, what it uses, options of the compiler, and what is told
     "kernels": ("", "0", SOUND[1:], f"{NAME} has no avx512 kernels\n{NAME} has no avx2 kernels"),

@@ -15,8 +15,7 @@ TEST = re.compile(r"`(tests/[\w./]+)`")
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_tests_exist(document):
-    text = document.read_text()
-    text = text.replace(f"]({SITE}", f"]({ROOT}/")
+    text = document.read_text().replace(f"]({SITE}", f"]({ROOT}/")
     links = [document.parent / target for target in LINK.findall(text) if "://" not in target]
     assert not [path for path in [*links, *(ROOT / name for name in TEST.findall(text))] if not path.exists()]
 

@@ -248,9 +248,7 @@ def test_placement_that_cannot_be_met_is_a_row(monkeypatch, capsys):
 
 
 def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
-    steps = throughput._steps
-
-    def refuse(model, side, batch, *arguments):
+    def refuse(model, side, batch, *arguments, steps=throughput._steps):
         if batch == 2:
             raise RuntimeError("the worker failed") from torch.OutOfMemoryError("full")
         return steps(model, side, batch, *arguments)

@@ -34,7 +34,6 @@ ELSEWHERE = {"git", "pip", "sudo", "echo", "export", "cat", "ulimit", "numactl",
 ELSEWHERE |= {".venv/bin/pip", ".venv/bin/python"}
 """Programs whose commands are not tried."""
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 Names = dict[str, Any]
@@ -154,9 +153,8 @@ def check(command: str) -> None:
 def test_each_first_page_has_the_same_ways_to_install():
     """With the wheel that is built, extras that exist, and words that a shell hands over as they are."""
     pages = [ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/quickstart.md"]
-    tables = [
-        re.findall(r"^\| (?:from source|editable|as a wheel) \| `(.*?)` \|", page.read_text(), re.M) for page in pages
-    ]
+    ways = re.compile(r"^\| (?:from source|editable|as a wheel) \| `(.*?)` \|", re.M)
+    tables = [ways.findall(page.read_text()) for page in pages]
     source, editable, wheel = tables[0]
     assert tables == [[source, editable, wheel]] * 3
     assert [shlex.split(one)[-1] for one in (source, editable)] == [".[cli]"] * 2

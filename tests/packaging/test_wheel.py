@@ -27,12 +27,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-QUICKLY = "--config-settings=cmake.build-type=Debug"
-"""Compiles without optimization, which takes half as long; what is tested here does not depend on it."""
-
-WITHOUT_VECTORS = "--config-settings=cmake.define.SUPERADAM_SIMD=OFF"  # which would take as long again
-
-
 def pip(*arguments: str | Path, **environment: str) -> None:
     command = [sys.executable, "-m", "pip", *arguments]
     done = subprocess.run(command, env=os.environ | environment, check=False, capture_output=True, text=True)
@@ -85,7 +79,9 @@ def test_an_editable_install_follows_the_sources(tmp_path):
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "demo", "__pycache__", ".*_cache", ".hypothesis", "*.so")
     checkout = shutil.copytree(ROOT, tmp_path / "checkout", ignore=ignored)
     python = bare_python(tmp_path)
-    pip("--python", python, "install", "--no-deps", QUICKLY, WITHOUT_VECTORS, "--editable", checkout)
+    # Each of optimization and vectors would take as long again, and nothing here depends on them.
+    quickly = ("--config-settings=cmake.build-type=Debug", "--config-settings=cmake.define.SUPERADAM_SIMD=OFF")
+    pip("--python", python, "install", "--no-deps", *quickly, "--editable", checkout)
     with (checkout / "superadam/step/outcome.py").open("a") as source:
         source.write("\nEDITED = 'yes'\n")
     program = "import superadam; from superadam.step import outcome; print(outcome.EDITED, superadam.__file__)"

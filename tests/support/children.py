@@ -80,8 +80,7 @@ def killed_at(number: int, work: Callable[[], object]) -> None:
             if left[0] == -1:  # killing is a call, too
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    fsync = os.fsync
-    os.fsync = lambda descriptor: (count("os.fsync", ()), fsync(descriptor))[1]
+    os.fsync = lambda descriptor, fsync=os.fsync: (count("os.fsync", ()), fsync(descriptor))[1]
     sys.addaudithook(count)  # before every call
     work()
 

@@ -32,8 +32,7 @@ class Model(nn.Module):
             tensor.data.normal_(generator=generator)
 
     def forward(self, words: Tensor) -> Tensor:
-        shown: Tensor = self.head(self.down(self.norm(self.up(self.embed(words)).relu())))
-        return shown.float() + self.shift
+        return self.head(self.down(self.norm(self.up(self.embed(words)).relu()))).float() + self.shift
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:

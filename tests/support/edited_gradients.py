@@ -112,10 +112,6 @@ def _exchange(run: Run, p: Tensor, g: Any) -> None:
     first.grad, second.grad = second.grad, first.grad
 
 
-def _edit_held(change: Callable[[Tensor], object]) -> Callable[[Run, Any, Any], object]:
-    return lambda run, p, g: [change(one) for one in run.held]
-
-
 def _put(run: Run, p: Tensor, held: Tensor) -> None:
     if (held.shape, held.dtype, shards.is_distributed(held)) == (p.shape, p.dtype, shards.is_distributed(p)):
         p.grad = held
@@ -164,8 +160,8 @@ ACTIONS: dict[str, Callable[[Run, Any, Any], object]] = {
     "hold a copy": lambda run, p, g: run.held.append(copy.copy(g)),
     "hold a deep copy": lambda run, p, g: run.held.append(copy.deepcopy(g)),
     "any: let go": lambda run, p, g: run.held.clear(),
-    "any: write to what is held": _edit_held(lambda one: one.mul_(0.5)),
-    "any: write to what is held through .data": _edit_held(lambda one: one.data.add_(0.125)),
+    "any: write to what is held": lambda run, p, g: [one.mul_(0.5) for one in run.held],
+    "any: write to what is held through .data": lambda run, p, g: [one.data.add_(0.125) for one in run.held],
     "held: write": lambda run, p, held: held.add_(0.25),
     "held: write a row": lambda run, p, held: held[0].mul_(0.5),
     "held: data = new": lambda run, p, held: setattr(held, "data", torch.full_like(held, 0.25)),

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 
 _libm = ctypes.CDLL("libm.so.6")
-_TO_NEAREST = 0
 _UPWARD = 0x800 if platform.machine() == "x86_64" else 0x400000  # FE_UPWARD of <fenv.h>
 
 
@@ -29,4 +28,4 @@ def rounded_upward() -> Iterator[None]:
     try:
         yield
     finally:
-        _libm.fesetround(_TO_NEAREST)
+        _libm.fesetround(0)  # FE_TONEAREST

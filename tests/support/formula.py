@@ -147,8 +147,7 @@ def _fma_float32(a: Array, b: Array, c: Array) -> Array:
     is_cut = np.isfinite(total) & (error != 0) & (bits % 2 == 0)
     outwards = (error > 0) == (total > 0)
     odd = bits + np.where(is_cut, np.where(outwards, 1, -1), 0)
-    rounded: Array = odd.view(np.float64).astype(np.float32)
-    return rounded
+    return odd.view(np.float64).astype(np.float32)
 
 
 _libm = ctypes.CDLL("libm.so.6")

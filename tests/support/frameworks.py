@@ -50,8 +50,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Predictor(nn.Module):
@@ -106,10 +105,10 @@ class Run:
             self.schedulers.append(OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=500))
 
     def everything(self) -> dict[str, Any]:
-        named: dict[str, Any] = {}
-        for index, entry in enumerate(self.logged):
-            for name, value in entry.items():
-                named[f"log {index} {name}"] = bits(value) if isinstance(value, Tensor) else repr(value)
+        logged = {
+            f"log {index} {name}": value for index, entry in enumerate(self.logged) for name, value in entry.items()
+        }
+        named = {name: bits(value) if isinstance(value, Tensor) else repr(value) for name, value in logged.items()}
         for number, optimizer in enumerate(self.optimizers):
             seen = visible(optimizer)
             for kind in ("gradient", "parameter"):

@@ -49,18 +49,13 @@ class Launches:
         return self._kernel[grid]
 
 
-def _round_fmas_once() -> None:
-    """Mend the interpreter of Triton before 3.9, whose fma multiplies, rounds, and then adds."""
+if language.IS_INTERPRETED and tuple(map(int, language.triton.__version__.split(".")[:2])) < (3, 9):
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-    def fma(x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    def _fma(x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
         return TensorHandle(formula.fma(x.data, y.data, z.data), z.dtype.scalar)
 
-    interpreter_builder.create_fma = fma
-
-
-if language.IS_INTERPRETED and tuple(map(int, language.triton.__version__.split(".")[:2])) < (3, 9):
-    _round_fmas_once()
+    interpreter_builder.create_fma = _fma  # its own multiplies, rounds, and then adds
 
 TORCH_DTYPES = {ours: dtype for dtype, ours in DTYPES.items()}
 

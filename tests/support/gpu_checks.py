@@ -116,13 +116,11 @@ def check_pack(
     sums, nonfinite = norms_of_cpu(arrived, link)
     got_sums = Placed(np.full(len(sums) + 1, -1.0), torch.float64)
     got_nonfinite = Placed(np.full(len(sums) + 1, -1, np.int64), torch.int64)
-
     if with_norm is None:
         with_norm = backend(DEVICE).backend is not Backend.TORCH
     norm = (got_sums.tensor, got_nonfinite.tensor) if with_norm else ()
     with np.errstate(all="ignore"):
         gpu.pack_gradients([one.tensor for one in gradients], places, destination.tensor, *norm)
-
     assert all(one.is_unchanged() for one in gradients)
     assert destination.outside_is_unchanged()
     assert differing_stored(destination.read(), wanted, link) == 0

@@ -294,5 +294,4 @@ class Compilers:
             capture_output=True,
         )
         assert done.returncode == 0, done.stderr.decode()
-        codes: list[Code] = pickle.loads(done.stdout)
-        return codes
+        return pickle.loads(done.stdout)

@@ -245,8 +245,7 @@ def overlapped(
     dtype: torch.dtype = torch.float32, *, steps: int = 0, max_grad_norm: float | None = 20.0, **options: Any
 ) -> Iterator[tuple[nn.Sequential, SpeculativeCPUAdam, OffloadScheduler]]:
     """Yield a small model, its optimizer, and a scheduler with these options, as `eager` makes it, after some steps."""
-    model = mlp(dtype)
-    optimizer = adam(model, max_grad_norm=max_grad_norm)
+    optimizer = adam(model := mlp(dtype), max_grad_norm=max_grad_norm)
     with eager(optimizer, model, **options) as scheduler:
         train(model, optimizer, range(steps))
         yield model, optimizer, scheduler

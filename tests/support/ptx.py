@@ -148,8 +148,7 @@ class Bytes:
             past[row, at[is_other]] = self.SEVERAL
 
     def load(self, at: Array, kind: np.dtype[Any]) -> Array:
-        result: Array = self.data.view(kind)[at // kind.itemsize]
-        return result
+        return self.data.view(kind)[at // kind.itemsize]
 
     def store(self, at: Array, values: Array) -> None:
         """Write; several threads may write the same value to shared memory at once, as Triton lets them."""
@@ -208,8 +207,7 @@ class Memory:
                 f"{np.count_nonzero(outside)} threads access {size} bytes outside, the first at {worst:#x}, "
                 f"{worst - int(self.ends[near])} past the end of part {near}"
             )
-        result: Array = self.places[part] + (address - self.begins[part]).astype(np.int64)
-        return result
+        return self.places[part] + (address - self.begins[part]).astype(np.int64)
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -258,8 +256,7 @@ FUNCTIONS: dict[str, np.ufunc] = {
 
 
 def unsigned(value: Array) -> Array:
-    result: Array = value.view(f"u{value.itemsize}")
-    return result
+    return value.view(f"u{value.itemsize}")
 
 
 @operation(r"(add|sub|min|max)\.([us](?:16|32|64))")
@@ -299,8 +296,7 @@ def _(name: str, kind: str, a: Array, b: Array, c: Array | int = 0) -> Array:
 def _(name: str, sign: str, bits: str, a: Array, b: Array, c: Array | int = 0) -> Array:
     wide = f"{sign}{2 * int(bits)}"
     product = typed(a, sign + bits).astype(dtype_of(wide)) * typed(b, sign + bits).astype(dtype_of(wide))
-    result: Array = unsigned(product) + (c if name == "mad" else unsigned(product).dtype.type(0))
-    return result
+    return unsigned(product) + (c if name == "mad" else unsigned(product).dtype.type(0))
 
 
 @operation(r"shl\.b(16|32|64)")

@@ -34,8 +34,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.second(self.first(x).relu())
-        result: Tensor = self.frozen(self.last(inner) + self.tied(inner.tanh()))
-        return result
+        return self.frozen(self.last(inner) + self.tied(inner.tanh()))
 
 
 def model_of(dtype: torch.dtype, seed: int = 1, **options: Any) -> Any:
@@ -49,8 +48,7 @@ def model_of(dtype: torch.dtype, seed: int = 1, **options: Any) -> Any:
 @torch.no_grad()
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, in the same memory; an ordinary tensor itself."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.detach()
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 def is_first_replica(tensor: Any) -> bool:
@@ -59,6 +57,13 @@ def is_first_replica(tensor: Any) -> bool:
         return distributed.get_rank() == 0
     places = enumerate(tensor.placements)
     return all(tensor.device_mesh.get_local_rank(n) == 0 for n, placement in places if placement.is_replicate())
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what each rank has here, on all of them."""
+    every = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, value)
+    return every
 
 
 def wrap(modules: Iterable[nn.Module], **options: Any) -> None:
@@ -101,8 +106,7 @@ class Oracle(Synchronous):
 
     def norm_of(self, gradients: Mapping[int, Array]) -> tuple[float, bool]:
         sums = [formula.chunk_sums(one) for i, one in gradients.items() if is_first_replica(self.twins[i])]
-        every: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(every, formula.ordered_sum(np.concatenate([np.zeros(0), *sums])))
+        every = gathered(formula.ordered_sum(np.concatenate([np.zeros(0), *sums])))
         norm = math.sqrt(formula.ordered_sum(np.array(every)))
         return norm, math.isfinite(norm)
 
