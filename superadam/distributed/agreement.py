@@ -333,7 +333,7 @@ def ranks_of(
     world = weakref.ref(dist.group.WORLD)
     is_known = before is not None and (before.members, before.world) == (members, world)
     ranks = before if before is not None and is_known else Ranks(members, group)
-    ranks.world = world
+    ranks.world, ranks.is_behind = world, before is not None and before.is_behind
     of_meshes = (parameter.device_mesh.device_type for parameter in parameters if is_distributed(parameter))
     devices = itertools.chain(of_meshes, (str(parameter.device) for parameter in parameters))
     ranks.device = next(devices, str(torch.accelerator.current_accelerator() or "cpu"))

@@ -322,6 +322,22 @@ def test_ranks_that_begin_anew_count_their_calls_anew(rank, tmp_path):
     assert optimizer.last_outcome.grad_norm == 2.0
 
 
+@on_ranks(2)
+def test_a_rank_that_has_missed_a_step_is_told_of_by_ranks_that_begin_anew(rank, tmp_path):
+    optimizer = SpeculativeCPUAdamW([cut(4)])
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(Ranks, "_check", Mock(side_effect=[None, torch.OutOfMemoryError("planted")]))
+            raises(torch.OutOfMemoryError, "planted", optimizer.step)
+        else:
+            optimizer.step()
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    optimizer.add_param_group({"params": [cut(4)]})
+    raises(RuntimeError, r"^an error on ranks \[1\] has kept them from a step", optimizer.step)
+
+
 def end_of_rank_1(rank: int) -> str:
     optimizer = SpeculativeCPUAdamW([parameter := cut(4)])
     optimizer.step()
