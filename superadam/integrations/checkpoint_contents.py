@@ -134,12 +134,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def seen(parameter: Tensor) -> str:
-    """Return a few elements of an ordinary parameter, which all ranks have alike; nothing of a DTensor."""
-    if is_distributed(parameter) or not has_memory(parameter):
-        return ""
+def seen(parameter: Tensor) -> list[float]:
+    """Return a few elements of an ordinary parameter, which all ranks have nearly alike; none of a DTensor."""
+    if is_distributed(parameter) or not parameter.is_floating_point() or not has_memory(parameter):
+        return []
     flat = parameter.detach().flatten()
-    return str(flat[:: max(1, flat.numel() // 8)].tolist())
+    found: list[float] = flat[:: max(1, flat.numel() // 8)].tolist()
+    return found
 
 
 def bytes_of_values(values: dict[str, Any]) -> bytes:

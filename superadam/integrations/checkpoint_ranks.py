@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import tempfile
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -28,6 +29,11 @@ class _Told(NamedTuple):
     point: tuple[str, int, int]  # where it is: what for, the calls of `gather` before, and the first rank's `number`
     number: int  # of saves and loads that have begun on this rank
     value: Any
+
+
+def _differ(some: list[float], others: list[float]) -> bool:
+    """Whether these cannot be elements of copies, which may have drifted apart a little, on unlike GPUs say."""
+    return len(some) != len(others) or math.dist(some, others) > 0.1 * math.hypot(*others)
 
 
 class CheckpointRanks:
@@ -84,10 +90,11 @@ class CheckpointRanks:
             )
         return seen[0]
 
-    def require_alike(self, names: object) -> None:
-        """Raise CheckpointError unless all ranks have the same names of tensors, and see the same in ordinary ones."""
-        every = self.gather(names)
-        if others := [rank for rank, each in enumerate(every) if each != every[0]]:
+    def require_alike(self, names: object, seen: Sequence[list[float]] = ()) -> None:
+        """Raise CheckpointError unless all ranks have the same names of tensors, and nearly the same ordinary ones."""
+        every = self.gather((names, seen))
+        ours, first = every[0]
+        if others := [rank for rank, (its, some) in enumerate(every) if its != ours or any(map(_differ, some, first))]:
             raise CheckpointError(
                 f"{self.failure}: ranks {others} have other parameters than rank 0, expected shards of the same ones: "
                 f"give each stage of a pipeline a folder and a process_group of its own; {self.outcome}"

@@ -225,7 +225,7 @@ class _NewCheckpoint:
     def begin(self, folder: str | os.PathLike[str], model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
-        def read() -> object:
+        def read() -> tuple[object, list[list[float]]]:
             if type(self.keep) is not int or self.keep < 1:
                 raise CheckpointError(f"keep is {self.keep!r}, expected a whole number of at least 1")
             with self._lock():
@@ -240,7 +240,7 @@ class _NewCheckpoint:
                 seen = map(checkpoint_contents.seen, self._parameters.values() if self.ranks.size > 1 else ())
                 return [(group["params"], group.get("param_names")) for group in values["param_groups"]], [*seen]
 
-        self.ranks.require_alike(self.ranks.run(read))
+        self.ranks.require_alike(*self.ranks.run(read))
         self._states = _descent.setdefault(self.optimizer, set())
         self.part = self.ranks.on_first(
             lambda: checkpoint_folder.begin(Path(folder).absolute(), self.stack, self._states)

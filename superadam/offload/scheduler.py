@@ -183,7 +183,7 @@ class OffloadScheduler(GradientHolder):
                 self._take([(parameter, made)] if self._groups is None else self._groups.add(parameter, made))
                 if self._groups is not None and not self._is_end_awaited:
                     self._is_end_awaited = True
-                    with suppress(RuntimeError):  # FSDP2 has called this when backward had ended
+                    with suppress(RuntimeError):  # outside of a backward, where something else calls hooks
                         torch_private.call_after_backward(self._backward_ended)
             except Exception as error:
                 if self._groups is None:
