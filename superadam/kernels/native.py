@@ -404,7 +404,7 @@ def is_float_mode_usual() -> bool:
 
 
 def usual_float_mode() -> AbstractContextManager[None]:
-    """Return a context inside which that holds; to be entered at once, by the same thread."""
+    """Return a context inside which that holds; to be entered at once, by the same thread, with signals deferred."""
     return _NOTHING if lib.superadam_float_control_is_usual() else _UsualFloatMode()
 
 

@@ -191,7 +191,7 @@ class Bucketer:
         device: that gradients are on.
         holder: of the gradients that are taken.
         bucket_numel: elements from which on a bucket is full, with the piece that fills it; may be changed.
-        rounded: rounds a gradient on the way, of that state; None where that rounds nothing.
+        round_taken: `Transfers.round_taken` where gradients are rounded on their way.
 
     Attributes:
         resident: pieces whose gradients go into resident buckets.
@@ -203,7 +203,7 @@ class Bucketer:
         device: Device,
         holder: GradientHolder,
         bucket_numel: int,
-        rounded: Callable[[ParameterState, Tensor], Tensor] | None = None,
+        round_taken: Callable[[ParameterState, TakenGradient, Event | None], Event | None] | None = None,
     ) -> None:
         self.accumulation = Accumulation()
         self._is_refused = False  # whether a gradient of this step could not be taken
@@ -211,7 +211,7 @@ class Bucketer:
         self.resident: frozenset[Piece] = frozenset()
         self.last: Piece | None = None
         self._device = device
-        self._holder, self._rounded = holder, rounded
+        self._holder, self._round_taken = holder, round_taken
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         # By whether they are resident. A handler may raise anywhere: what misses its bucket is left to step().
@@ -253,12 +253,9 @@ class Bucketer:
                 self._device.wait(Stream.CURRENT, made)
             taken.become_sum(torch.empty_strided(state.shape, state.strides, dtype=state.dtype, device="cpu"))
             return []
-        if self._rounded is not None and not taken.is_unrounded:
-            if made is not None:
-                self._device.wait(Stream.CURRENT, made)
-            taken.pending = self._rounded(state, taken.ready())  # at once, so that nobody sees other values
+        if self._round_taken is not None:  # at once, so that nobody sees other values
+            made = self._round_taken(state, taken, made)
             is_host = self._device.is_host(taken.pending)
-            taken.arrived = None if is_host else self._device.record(Stream.CURRENT)
         self._taken[key] = weakref.ref(taken)
         full: list[Bucket] = []
         for piece in state.pieces:

@@ -137,8 +137,8 @@ class OffloadScheduler(GradientHolder):
         self._transfers = Transfers(self._device, self.statistics, self.trace, self.placement.transfer_dtype)
         self._transfers.staged_numel = self.placement.bucket_numel
         self._transfers.piece_numel = self.placement.bucket_numel if self.placement.num_threads else None
-        rounded = None if self._transfers.received is None else self._transfers.rounded
-        self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel, rounded)
+        round_taken = None if self._transfers.received is None else self._transfers.round_taken
+        self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel, round_taken)
         self._hooks = Hooks(self._gradient_ready)
         self._groups: ReducedGroups | None = None  # of DTensors
         self._error: Exception | None = None  # raised in a hook, where it would leave other ranks waiting

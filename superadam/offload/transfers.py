@@ -22,7 +22,7 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.torch_private import foreach_norm, is_short_of_memory
+from superadam.kernels.torch_private import MayLackMemory, foreach_norm, is_short_of_memory
 from superadam.offload.placement import PACKED_UNDER_WAY, room_for_new_values
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -272,19 +272,30 @@ class Transfers(NewValues):
             return None
         return lambda gradient: gradient.to(dtype_on_link(gradient, self.transfer_dtype))
 
-    def rounded(self, state: ParameterState, gradient: Tensor) -> Tensor:
-        """Return a gradient in the dtype in which it travels; where the device has no memory for that, on the host."""
+    def round_taken(self, state: ParameterState, taken: TakenGradient, made: Event | None) -> Event | None:
+        """Round a gradient that was taken to the dtype in which it travels; on the host if the device lacks memory.
+
+        `made` is the event after which it has its values, where it must be waited for; returns that of the rounded one.
+        """
+        device, gradient = self.device, taken.pending
         dtype = dtype_on_link(gradient, self.transfer_dtype)
-        if self.device.is_host(gradient) or gradient.dtype == dtype:
-            return gradient.to(dtype)
-        layout = self._layout_of((state,))
-        try:
-            return layout.views(self.device.pack([gradient], layout, dtype))[0]
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
-            self.device.record(Stream.CURRENT).synchronize()
-            return gradient.to("cpu", dtype)
+        if taken.is_unrounded or gradient.dtype == dtype:
+            return made
+        if device.is_host(gradient):
+            taken.pending = taken.ready().to(dtype)
+            return made
+        if made is not None:
+            device.wait(Stream.CURRENT, made)
+        rounded = None
+        with MayLackMemory():
+            layout = self._layout_of((state,))
+            rounded = layout.views(device.pack([gradient], layout, dtype))[0]
+        made = device.record(Stream.CURRENT)
+        if rounded is None:
+            made.synchronize()
+            rounded, made = gradient.to("cpu", dtype), None
+        taken.pending, taken.arrived = rounded, made
+        return made
 
     # ---- new values --------------------------------------------------------------------------------------------------
 

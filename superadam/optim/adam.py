@@ -30,7 +30,7 @@ from superadam.optim.arguments import (
     parameters_of,
     refuse_limit_of_shard,
 )
-from superadam.optim.binding import Binding, hyper_by_row, names_of, runs_of, untracked
+from superadam.optim.binding import Binding, all_names_of, hyper_by_row, names_of, runs_of, untracked
 from superadam.optim.entry import raw
 from superadam.state.parameter import ParameterState, Pending, check_parameter, pieces_of
 from superadam.state.storage import Storage
@@ -527,10 +527,10 @@ class SpeculativeCPUAdam(Optimizer):
             # Check everything and take the tensors out, so that torch neither casts nor moves them.
             if self._arriving is not arriving:  # a signal kept an earlier call from removing this
                 return None
-            names = [name for index, group in enumerate(self.param_groups) for name in names_of(group, index)]
+            named = zip(parameters_of(self), all_names_of(self.param_groups), strict=True)
             states = [  # without what they have, which may be refused
                 ParameterState(parameter, row, name, storage=self._storage)
-                for row, (parameter, name) in enumerate(zip(parameters_of(self), names, strict=True))
+                for row, (parameter, name) in enumerate(named)
             ]
             groups, entries, foreign = checkpoint.read(final, states, self.param_groups)
             for group in groups:
@@ -566,6 +566,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As by `__getstate__`, which alone would let other threads step before its tensors are copied."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied

@@ -72,6 +72,11 @@ def names_of(group: dict[str, Any], index: int) -> list[str]:
     return [f"parameter {k} of group {index}" for k in range(count)]
 
 
+def all_names_of(groups: Groups) -> list[str]:
+    """Return those of all groups."""
+    return [name for index, group in enumerate(groups) for name in names_of(group, index)]
+
+
 def _parameters_of(groups: Groups) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
@@ -232,7 +237,7 @@ class Binding(GradientHolder):
         """
         parameters = _parameters_of(groups)
         if self._transaction is None or not _are_same(self._transaction.table, parameters):
-            names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
+            names = all_names_of(groups)
             transaction = self._bind(parameters, names)
             if not self._is_compared:
                 self._is_compared = True

@@ -186,18 +186,12 @@ def test_a_gpu_promotes_a_gradient_without_dimensions() -> None:
         assert same_bits(on_host, expected)
 
 
-@pytest.mark.parametrize("part", ["__enter__", "__exit__"])
-def test_no_handler_leaves_another_floating_point_mode(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary = getattr(native._UsualFloatMode, part)
-
-    def interrupted(mode: Any, *error: Any) -> None:
-        if part == "__enter__":
-            ordinary(mode)
+def test_no_handler_leaves_another_floating_point_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(mode: Any, *error: Any, leave: Any = native._UsualFloatMode.__exit__) -> None:
         signal.raise_signal(signal.SIGINT)
-        if part == "__exit__":
-            ordinary(mode, *error)
+        leave(mode, *error)
 
-    monkeypatch.setattr(native._UsualFloatMode, part, interrupted)
+    monkeypatch.setattr(native._UsualFloatMode, "__exit__", interrupted)
     taken = TakenGradient(irregular(4))
     taken.record(Factor(MULTIPLY, 0.5))
     with flushed_denormals():

@@ -539,6 +539,17 @@ def test_narrow_link_is_a_step_with_rounded_gradients(dtype, link, how, kept, an
     assert frozen(norms[False]) == frozen(norms[True])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_only_a_gradient_that_is_rounded_has_values_later(dtype: torch.dtype) -> None:
+    options = {"device": SimulatedDevice(1), "bucket_numel": 10**6, "transfer_dtype": torch.bfloat16}
+    with overlapped(dtype, steps=1, **options) as (model, _, scheduler):
+        loss_of(model, 1).backward()
+        (bucket,) = scheduler._bucketer.rest()
+        for taken in bucket.gradients.values():
+            assert taken.pending.dtype is torch.bfloat16
+            assert taken.arrived in (bucket.made if dtype is torch.float32 else [None])
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -233,6 +233,16 @@ def test_edits_of_masters_count(where: str) -> None:
     assert run(samples=True) == run(samples=False)
 
 
+@pytest.mark.parametrize("master", ["fp32", "24bit"])
+def test_an_edit_of_a_master_that_is_not_counted_yields_to_the_parameter_but_for_24_bits(master: str) -> None:
+    one: Any = parameter(64, dtype=torch.bfloat16)
+    optimizer = trained(SpeculativeCPUAdam([one], lr=0.0, master=master), [1])
+    before = one.detach().clone()
+    optimizer.state[one]["master"].data.fill_(9)
+    train(optimizer, 2)
+    assert torch.equal(one, before if master == "fp32" else torch.full_like(before, 9))
+
+
 def finding(*lengths: int) -> tuple[SpeculativeCPUAdam, list[Tensor]]:
     """Return an optimizer after its first step, and its parameters."""
     ones: list[Tensor] = [parameter(length, dtype=torch.bfloat16, seed=length) for length in lengths]
