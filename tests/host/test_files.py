@@ -115,20 +115,23 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path):
 
 
 def test_forked_child_holds_no_lock(tmp_path):
-    go, end = os.pipe()
+    (go, end), (forked, child) = os.pipe(), os.pipe()
     holder = os.fork()
     if holder == 0:
         with ExitStack() as stack:
             lock(tmp_path / ".lock", 0, stack)
             if os.fork() == 0:
                 os.close(end)
+                os.write(child, b"x")
                 os.read(go, 1)  # outlives the holder
+            else:
+                os.read(forked, 1)
             os._exit(0)  # as if it was killed
     os.waitpid(holder, 0)
     with ExitStack() as stack:
         lock(tmp_path / ".lock", 0, stack)
-        os.close(end)
-    os.close(go)
+    for descriptor in (end, go, forked, child):
+        os.close(descriptor)
 
 
 def test_lock_ends_although_a_child_that_python_did_not_fork_has_the_file(tmp_path):
