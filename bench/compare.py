@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=options.new_file, metavar="FILE", help="write the results there too")
     asked = parser.parse_args(words)
-    results = report.Results()
+    results, here = report.Results(), environment()
     with Console(stderr=True).status("measuring") as status:
         end = time.monotonic() + 60 * asked.minutes
         status.update("which peers run here; the first time, they may compile for minutes")
@@ -55,13 +55,13 @@ def main(words: Sequence[str] | None = None) -> int:
             else:
                 results.contests.append(result)
             status.update(f"{len(results.contests)} of {len(chosen)} comparisons")
-    console, here = Console(), environment()
+            if asked.json is not None:
+                asked.json.write_text(report.to_text(report.to_json(here, results)))
+    console = Console()
     console.print(line_of(here), highlight=False)
     console.print(report.to_table(results))
     for line in report.notes(results, asked.pairs):
         console.print(line, style="dim", highlight=False)
-    if asked.json is not None:
-        asked.json.write_text(report.to_text(report.to_json(here, results)))
     return 0
 
 

@@ -50,14 +50,14 @@ def stretch(asked: argparse.Namespace) -> int:
             highlight=False,
         )
     if asked.json is not None:
-        asked.json.write_text(json.dumps({"machine": asked.stretched, "rows": found}, indent=1) + "\n")
+        whole = {"environment": environment(), "machine": asked.stretched, "rows": found}
+        asked.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, show the table, and write what --json asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    threads = native.get_num_threads()
     parser.add_argument("--parameters", type=count, default=64 << 20, metavar="N", help="of the model (64 Mi)")
     parser.add_argument("--layers", type=count, default=48, metavar="N", help="its tensors (%(default)s)")
     parser.add_argument(
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--lr", type=options.number, default=HYPERPARAMETERS.lr, metavar="X", help="(%(default)s)")
     parser.add_argument("--rounds", type=count, default=3, metavar="N", help="turns of each side (%(default)s)")
-    parser.add_argument("--threads", type=count, default=threads, metavar="N", help="of the CPU (all)")
+    parser.add_argument("--threads", type=count, default=native.get_num_threads(), metavar="N", help="(all)")
     parser.add_argument(
         "--stretched",
         nargs="?",
@@ -90,20 +90,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.stretched is not None:
         return stretch(asked)
     settings = pacing.Settings(asked.threads, asked.rounds, asked.lr, asked.clipped)
-    rows: list[pacing.Row] = []
+    rows, here = list[pacing.Row](), environment()
     with Console(stderr=True).status("warming up") as status:
         for row in pacing.measure(asked.parameters, asked.layers, asked.ratios, settings):
             rows.append(row)
             status.update(f"{row.ratio:g} x Adam")
-    console, here = Console(), environment()
-    where = f"{asked.threads} threads of {here['processor']}"
+            if asked.json is not None:
+                asked.json.write_text(json.dumps(pacing_report.to_json(here, settings, rows), indent=1) + "\n")
+    console, where = Console(), f"{asked.threads} threads of {here['processor']}"
     console.print(f"superadam on a clock with the rates of an H200, {where}", highlight=False)
     console.print(pacing_report.to_table(rows))
     for line in pacing_report.notes(rows, settings):
         console.print(line, style="dim", highlight=False)
-    if asked.json is not None:
-        found = pacing_report.to_json(here, settings, rows)
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -32,6 +32,7 @@ from superadam.plan.memory import RESUMING, TRAINING, Setting, Subject, total
 FIGURES = Path(__file__).parent / "published" / "figures.csv"
 EFFICIENCY = 0.55  # of the GPU's peak, assumed where a row has no time without offload
 GIGA = 1e9
+UNITS = {"step_s": "s", "optimizer_s": "s", "tflops_per_gpu": "TFLOP/s", "tokens_per_s": "tokens/s"}
 
 CPU_ADAM = 28.0
 """Bytes that a fused AdamW with fp32 gradients and state moves for an element."""
@@ -199,9 +200,8 @@ def predictions() -> Mapping[str, Callable[[], Prediction]]:
         "graceadam-8b": lambda: _optimizer("0.608", "gh200", 8e9, grace),
         "ds-sve-1b": lambda: _optimizer("0.125", "gh200", 1e9, "a Grace assumed; the row names no processor"),
         "ds-sve-2b": lambda: _optimizer("0.215", "gh200", 2e9, "a Grace assumed; the row names no processor"),
-        "prime-30b-full-8192": lambda: _overlapped("3.96", h200, quarter, 1.75, H200_CPU),
         "prime-30b-full-16384": lambda: _overlapped("5.73", h200, quarter, 5.17, H200_CPU),
-        "prime-30b-full-32768": lambda: _overlapped("15.4-16.7", h200, quarter, 18.5, H200_CPU),
+        "prime-30b-full-32768": lambda: _overlapped("15.4-16.7", h200, quarter, 18.5, f"{H200_CPU}, its middle"),
         "ao-1.1b-1": lambda: _after("3.13", ryzen, 1.1e9, 1.27, CPU_ADAM, ddr4),
         "ao-1.1b-3": lambda: _after("1.53", ryzen, 1.1e9, 1.27, 14.0, ddr4),
         "prime-4b-master": lambda: _after(
@@ -238,7 +238,7 @@ def figures_table() -> list[str]:
             predicted = found()
             lines.append(f"| {name} | {predicted.published} | {predicted.predicted} | {predicted.decided_by} |")
         else:
-            figure = row["step_s"] or row["optimizer_s"] or row["tflops_per_gpu"] or row["tokens_per_s"] or "none"
+            figure = next((f"{row[name]} {unit}" for name, unit in UNITS.items() if row[name]), "none")
             lines.append(f"| {name} | {figure} | not predicted | {row['not_predicted']} |")
     return lines
 

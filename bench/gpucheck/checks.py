@@ -197,7 +197,7 @@ def sanitized(context: Context, limit: Limit) -> Iterator[Finding]:
         if done.status is None:
             yield Finding(Outcome.SHORTENED, words, {"tools": results})
             return
-        if done.status:
+        if done.status or "PASSED" not in done.output:  # or all were skipped
             yield Finding(Outcome.FAILED, words, {"tools": results, "output": done.output[-20_000:]})
             return
         yield Finding(Outcome.GOOD, words, {"tools": results})

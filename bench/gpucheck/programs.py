@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,8 +45,8 @@ class Done:
         return next((line.strip() for line in reversed(self.output.splitlines()) if line.strip()), "no output")
 
     def lines(self, prefix: str) -> list[dict[str, Any]]:
-        """Return what `measure` has printed so far."""
-        return [json.loads(line.removeprefix(prefix)) for line in self.output.splitlines() if line.startswith(prefix)]
+        """Return what `measure` has printed so far, without a line that it was killed in."""
+        return [json.loads(line) for line in re.findall(rf"^{re.escape(prefix)}(.*)\n", self.output, re.MULTILINE)]
 
 
 Runner = Callable[[Sequence[Sequence[str]], float, Mapping[str, str]], list[Done]]

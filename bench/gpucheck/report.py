@@ -1,7 +1,4 @@
-"""The results of a check, as a file and as tables.
-
-Owns the layout of both, and the name of the file. It computes nothing that is not in the findings.
-"""
+"""The results of a check, as a file and as tables; nothing is computed that is not in the findings."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ from gpucheck.rates import Rate
 from gpucheck.rows import MEASURED, Row
 from gpucheck.sides import SIDES, SWEPT
 from gpucheck.verdicts import Answer, Verdict
+from superadam.cli.bench.report import environment
 
 _COLOURS = {Outcome.GOOD: "green", Outcome.FAILED: "bold red", Outcome.SHORTENED: "yellow", Outcome.LEFT_OUT: "yellow"}
 
@@ -72,6 +70,7 @@ class Results:
         command: as it was typed.
         rehearsal: whether the figures mean nothing.
         commit: of the repository.
+        environment: processor, threads, versions.
         stages: findings by the name of their stage, in order.
     """
 
@@ -80,6 +79,7 @@ class Results:
     command: list[str]
     rehearsal: bool
     commit: str = field(default_factory=commit)
+    environment: dict[str, Any] = field(default_factory=environment)
     stages: dict[str, Finding] = field(default_factory=dict)
 
     @property

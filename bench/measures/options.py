@@ -22,7 +22,7 @@ def positive(text: str) -> float:
 
 
 def new_file(text: str) -> Path:
-    """Return a path in a folder that exists."""
-    if not (path := Path(text)).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is in a directory that does not exist; make {path.parent}")
+    """Return the path of a file that is or can be in a folder that exists."""
+    if (path := Path(text)).is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, or is in a directory that does not exist; name a file")
     return path

@@ -37,7 +37,7 @@ def to_table(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right", no_wrap=True, style="bold" if name == "/clock" else "")
     for row in rows:
         table.add_section()
-        table.add_row(f"{row.ratio:g} x {1e3 * row.adam_seconds:.0f} ms", style="bold")
+        table.add_row(f"{row.ratio:.2f} x {1e3 * row.adam_seconds:.0f} ms", style="bold")
         for name, words in _NAMES.items():
             table.add_row(f"  {words}", *_columns(getattr(row, name)))
     return table
@@ -88,6 +88,6 @@ def to_json(environment: Mapping[str, Any], settings: Settings, rows: Sequence[R
     return {
         "environment": environment,
         "rates": dataclasses.asdict(H200),
-        "clipped": settings.clipped,
+        **dataclasses.asdict(settings),
         "rows": [dataclasses.asdict(row) | {"best": row.best.placement} for row in rows],
     }
