@@ -331,8 +331,7 @@ def ranks_of(
             "optimizer if all do, as the stages of a pipeline, or else the group of those that do"
         )
     world = weakref.ref(dist.group.WORLD)
-    is_known = before is not None and (before.members, before.world) == (members, world)
-    ranks = before if before is not None and is_known else Ranks(members, group)
+    ranks = before if before and (before.members, before.world) == (members, world) else Ranks(members, group)
     ranks.world, ranks.is_behind = world, before is not None and before.is_behind
     of_meshes = (parameter.device_mesh.device_type for parameter in parameters if is_distributed(parameter))
     devices = itertools.chain(of_meshes, (str(parameter.device) for parameter in parameters))

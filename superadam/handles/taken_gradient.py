@@ -252,6 +252,7 @@ class TakenGradient:
     def exact(self) -> Tensor:
         """Return the same values in the dtype in which they count."""
         with self._lock():
+            self.ready()
             exact = self.unscaled()
             if not self.factors:
                 return exact
@@ -263,8 +264,8 @@ class TakenGradient:
             return exact
 
     def unscaled(self) -> Tensor:
-        """Return what `exact` does, without factors."""
-        return self._as_it_was(self.ready(), self.exact_dtype)
+        """Return what `exact` does, without factors, for who need not wait for `arrived`."""
+        return self._as_it_was(self.pending, self.exact_dtype)
 
     def scaled(self) -> Tensor:
         """Return what `exact` does, where `pending` is and with its strides."""

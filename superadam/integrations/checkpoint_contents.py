@@ -77,7 +77,7 @@ def template_of(
     for name, (shape, dtype) in tensors.items():
         parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
         like = state[name] if name in state else parameters[parameter]
-        if like.shape != shape or key == "step":
+        if name not in state and (like.shape != shape or key == "step"):
             like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
     pairs = zip(groups, values["param_groups"], strict=True)
@@ -135,8 +135,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def seen(parameter: Tensor) -> list[float]:
-    """Return a few elements of an ordinary parameter, which all ranks have nearly alike; none of a DTensor."""
-    if is_distributed(parameter) or not parameter.is_floating_point() or not has_memory(parameter):
+    """Return a few elements of an ordinary matrix, which all ranks have nearly alike; none of a DTensor.
+
+    Nor of vectors: where a bias has no effect, it is what ranks have rounded differently.
+    """
+    is_ordinary = not is_distributed(parameter) and parameter.is_floating_point() and has_memory(parameter)
+    if parameter.dim() < 2 or not is_ordinary:
         return []
     flat = parameter.detach().flatten()
     found: list[float] = flat[:: max(1, flat.numel() // 8)].tolist()
@@ -145,16 +149,16 @@ def seen(parameter: Tensor) -> list[float]:
 
 def bytes_of_values(values: dict[str, Any]) -> bytes:
     """Return what `values.pt` holds; raises CheckpointError where `load` would refuse it."""
-    if any(map(is_distributed, tensors_in(values))):  # of which it would hold one rank's part
-        raise CheckpointError(
-            "extra, or a list or dict in the optimizer's state, holds a DTensor, expected those in the state itself or "
-            "as buffers of the model; give full_tensor() of it"
-        )
     memory = io.BytesIO()
     try:
+        if any(map(is_distributed, tensors_in(values))):  # of which it would hold one rank's part
+            raise CheckpointError(
+                "extra, or a list or dict in the optimizer's state, holds a DTensor, expected those in the state "
+                "itself or as buffers of the model; give full_tensor() of it"
+            )
         torch.save(values, memory)
         read_values(io.BytesIO(memory.getvalue()))
-    except (pickle.PickleError, AttributeError, TypeError):
+    except (pickle.PickleError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(
             "extra, a parameter group or the model's state holds an object, expected numbers, strings, lists, dicts "
             "and tensors"

@@ -139,7 +139,8 @@ class Bucket:
 class Accumulation:
     """Learns from each step how many gradients every parameter gets in the next one, and so which of them is the last.
 
-    A wrong answer costs time, never bits: a gradient that is taken too early is given back when autograd adds to it.
+    A wrong answer costs time, and no bits but where a gradient travels in a narrower dtype: one that is taken too early
+    is given back, rounded then, when autograd adds to it.
 
     Attributes:
         sum_dtype: in which gradients are to be added up on the host; None to add them in `.grad`.

@@ -365,8 +365,8 @@ class OffloadScheduler(GradientHolder):
     def accumulate(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """Declare that the backwards inside are not the last ones of their step, so that no speculation is wasted.
 
-        This is optional: autograd adds to gradients that were taken as to any other, and the scheduler learns how many
-        backwards make a step.
+        This is optional unless `transfer_dtype` rounds: autograd adds to gradients that were taken as to any other, and
+        the scheduler learns how many backwards make a step.
 
         Args:
             dtype: None adds in `.grad`, in its dtype, as autograd does; torch.float32 keeps the sum on the host, in

@@ -287,7 +287,7 @@ class Transfers(NewValues):
         if made is not None:
             device.wait(Stream.CURRENT, made)
         rounded = None
-        with MayLackMemory():
+        with suppress(ValueError), MayLackMemory():  # of memory, or on another device
             layout = self._layout_of((state,))
             rounded = layout.views(device.pack([gradient], layout, dtype))[0]
         made = device.record(Stream.CURRENT)

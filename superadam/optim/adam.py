@@ -620,6 +620,7 @@ class SpeculativeCPUAdamW(SpeculativeCPUAdam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As the base class; decay stays decoupled, whatever the loaded groups say, as in torch.optim.AdamW."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = True
+        with deferred_signals():  # or Ctrl-C would leave coupled decay
+            super().__setstate__(state)
+            for group in self.param_groups:
+                group["decoupled_weight_decay"] = True

@@ -189,23 +189,26 @@ class Binding(GradientHolder):
         with deferred_signals():
             self._unbind()
             self._forget_binding()
-            self.process_group, self.ranks = process_group, None
+            self.process_group = process_group
+            if self.ranks is not None:
+                self.ranks.world = None  # of another group, in which calls are counted anew
 
     @contextmanager
     def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
         """Tell the other ranks of an error inside, so that they raise as well; after agreement, in the next call."""
-        number = 0 if self.ranks is None else self.ranks.number
+        before = self.ranks
+        number = 0 if before is None else before.number
         try:
             if self.source is not None:
                 self.source.check()
             yield
         except Exception:
             ranks = self.ranks
-            if ranks is None:  # the first binding failed
+            if ranks is None or ranks.world is None:  # the first binding failed
+                ranks, parameters = None, _parameters_of(groups)
                 with suppress(ValueError):
-                    parameters = _parameters_of(groups)
-                    ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), None, self.process_group)
-            if ranks is not None and ranks.number == number:
+                    ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), self.ranks, self.process_group)
+            if ranks is not None and ranks.number == (number if ranks is before else 0):
                 ranks.tell_failure(question)
             elif ranks is not None and ranks.agreed == ranks.number and question is Question.STEP:
                 ranks.is_behind = True

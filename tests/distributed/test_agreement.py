@@ -318,6 +318,10 @@ def test_ranks_that_begin_anew_count_their_calls_anew(rank, tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = math.nan if rank else 0.1
+    kind, words = (ValueError, "lr is nan") if rank else (RuntimeError, r"failed on ranks \[1\]")
+    raises(kind, words, optimizer.step)
+    optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
     assert optimizer.last_outcome.grad_norm == 2.0
 
@@ -335,6 +339,7 @@ def test_a_rank_that_has_missed_a_step_is_told_of_by_ranks_that_begin_anew(rank,
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     optimizer.add_param_group({"params": [cut(4)]})
+    optimizer.process_group = torch.distributed.group.WORLD
     raises(RuntimeError, r"^an error on ranks \[1\] has kept them from a step", optimizer.step)
 
 

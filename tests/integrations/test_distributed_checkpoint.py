@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -350,6 +351,7 @@ def test_wrapper_with_state_of_its_own_is_saved_itself_and_goes_on_from_a_link(k
     save(tmp_path / "run", *other)
 
 
+Pair = namedtuple("Pair", "x y")
 UNSAVEABLE = "extra, a parameter group or the model's state holds an object, expected numbers"
 
 
@@ -357,7 +359,10 @@ UNSAVEABLE = "extra, a parameter group or the model's state holds an object, exp
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(({"extra": extra}, UNSAVEABLE) for extra in ({"path": Path("/")}, lambda: None, threading.Lock())),
+        *(
+            ({"extra": extra}, UNSAVEABLE)
+            for extra in (Pair(1, 2), {"path": Path("/")}, lambda: None, threading.Lock())
+        ),
         *(({"keep": keep}, "keep is .*, expected a whole number of at least 1") for keep in (0, -1, True, 1.5, None)),
         ({"optimizer": make(torch.optim.AdamW)[1]}, "the optimizer has parameters that the model lacks"),
     ],

@@ -449,9 +449,9 @@ def test_modes_are_as_before_wherever_python_enters_and_leaves_a_manager(name: s
     ("dtype", "strike"), [(torch.float32, ctrl_c), (torch.bfloat16, interrupt)], ids=["fp32", "bf16"]
 )
 def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, strike: Callable[[], None]) -> None:
-    """And loads as a whole when it is called again, whatever line raised."""
+    """And loads as a whole when it is called again, whatever line raised. Decay stays decoupled, as Adam's is not."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
-    optimizer = SpeculativeCPUAdam([weight])
+    optimizer = superadam.SpeculativeCPUAdamW([weight])
     saved = []
     for lr in (0.5, 0.25):
         optimizer.param_groups[0]["lr"] = lr
@@ -461,6 +461,7 @@ def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, 
 
     def load(number: int, at: int | None = None) -> int:
         values, state = saved[number]
+        state = {**state, "param_groups": [state["param_groups"][0] | {"decoupled_weight_decay": False}]}
         weight.data.copy_(values)
         return struck(lambda: optimizer.load_state_dict(state), at, strike, (adam_module.__file__,))
 

@@ -50,6 +50,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device, Stream
 from superadam.devices.worker import Worker, WorkerError
 from superadam.handles.gradient_handle import taken_of
+from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
 from superadam.offload.buckets import PAUSE_STEPS, Hooks
 from superadam.offload.pipeline import Pipeline
@@ -548,6 +549,35 @@ def test_only_a_gradient_that_is_rounded_has_values_later(dtype: torch.dtype) ->
         for taken in bucket.gradients.values():
             assert taken.pending.dtype is torch.bfloat16
             assert taken.arrived in (bucket.made if dtype is torch.float32 else [None])
+
+
+def test_no_norm_that_is_asked_for_lets_backward_wait_for_what_is_rounded(monkeypatch) -> None:
+    waited, ready = [], TakenGradient.ready
+    monkeypatch.setattr(TakenGradient, "ready", lambda self: waited.append(self.arrived) or ready(self))
+    options = {"device": SimulatedDevice(1), "bucket_numel": 64, "transfer_dtype": torch.bfloat16}
+    with overlapped(steps=1, **options) as (model, optimizer, _):
+        for step in range(3):
+            waited.clear()
+            loss_of(model, step).backward()
+            assert not any(waited)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+
+def test_gradient_that_a_device_refuses_as_one_of_another_is_rounded_on_the_host(monkeypatch) -> None:
+    found, pack = [], SimulatedDevice.pack
+    for number in (0, 8):
+        fail = Mock(side_effect=ValueError("a gradient is on another device"))
+
+        def chosen(device: Device, gradients: list[Tensor], *rest: Any, number=number, fail=fail) -> Tensor:
+            return (fail if gradients[0].numel() == number else pack)(device, gradients, *rest)
+
+        monkeypatch.setattr(SimulatedDevice, "pack", chosen)
+        options = {"device": SimulatedDevice(1), "bucket_numel": 10**6, "transfer_dtype": torch.bfloat16}
+        with overlapped(steps=3, **options) as (model, optimizer, _):
+            found.append(everything(model, optimizer))
+        assert fail.called == (number > 0)
+    assert found[0] == found[1]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

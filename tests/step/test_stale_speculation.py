@@ -52,6 +52,14 @@ def test_speculation_goes_on_after_a_write_was_adopted() -> None:
     assert optimizer.statistics.accepted == 1
 
 
+def test_zero_as_learning_rate_has_a_sign() -> None:
+    optimizer = trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)], lr=0.0), [1])
+    give_gradients(optimizer, 2, speculative=True)
+    optimizer.param_groups[0]["lr"] = -0.0
+    optimizer.step()
+    assert optimizer.statistics.accepted == 0
+
+
 def test_as_much_is_committed_as_was_asked_for() -> None:
     optimizer = trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16, seed=s) for s in range(3)]), [1])
     train(optimizer, 2, speculative=True)
