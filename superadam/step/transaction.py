@@ -375,9 +375,13 @@ class Transaction:
                     contribution.apply_factors(products)
                 contribution.scale = Scale(clip)
             pending, hyper = contribution.pending, contribution.hyper
-            if pending is None or pending.slot is None or pending.is_stale or pending.hyper != hyper:
-                rest.append(contribution)
-            elif math.copysign(1.0, pending.hyper.lr) != math.copysign(1.0, hyper.lr):  # 0.0 and -0.0, which are equal
+            if (
+                pending is None
+                or pending.slot is None
+                or pending.is_stale
+                or pending.hyper != hyper
+                or math.copysign(1.0, pending.hyper.lr) != math.copysign(1.0, hyper.lr)  # of 0.0 and -0.0
+            ):
                 rest.append(contribution)
             elif pending.scale == contribution.scale:
                 accepted.append(contribution)
