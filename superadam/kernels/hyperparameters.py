@@ -47,12 +47,12 @@ class Hyperparameters:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.lr):  # schedulers may go below 0
-            raise ValueError(f"Invalid learning rate: lr is {self.lr}; expected a finite number")
+            raise ValueError(f"Invalid learning rate: {self.lr}; expected a finite number")
         for index, beta in enumerate((self.beta1, self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}; expected 0 <= beta < 1")
         if not 0.0 <= self.eps < math.inf:
-            raise ValueError(f"Invalid epsilon value: eps is {self.eps}; expected a finite number of at least 0")
+            raise ValueError(f"Invalid epsilon value: {self.eps}; expected a finite number of at least 0")
         if not 0.0 <= self.weight_decay < math.inf:
             raise ValueError(f"Invalid weight_decay value: {self.weight_decay}; expected a finite number of at least 0")
 

@@ -39,7 +39,7 @@ def check_group(group: dict[str, Any]) -> None:
                 "leave it False or use torch.optim.AdamW"
             )
     if (lr := Hyperparameters.of_group(group).lr) < 0.0:
-        raise ValueError(f"Invalid learning rate: lr is {lr}; expected a number of at least 0 to begin with")
+        raise ValueError(f"Invalid learning rate: {lr}; expected a number of at least 0 to begin with")
 
 
 def check_together(

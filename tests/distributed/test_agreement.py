@@ -153,7 +153,7 @@ WRONGS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda adam, p: setattr(p, "grad", torch.ones(4, dtype=torch.bfloat16)),
         GRADIENT + r"is an ordinary tensor of shape \(4,\), expected it like",
     ),
-    "rate": (lambda adam, p: adam.param_groups[0].update(lr=math.nan), "lr is nan; expected"),
+    "rate": (lambda adam, p: adam.param_groups[0].update(lr=math.nan), "Invalid learning rate: nan; expected"),
     WRONG_STATE: (
         lambda adam, p: adam.state[p].update(step=torch.tensor(0.5)),
         "^the state of parameter 0 .* has step",
@@ -279,7 +279,7 @@ def test_an_error_after_the_verdict(rank, victims, owner, name, passes, tmp_path
         return
     optimizer.param_groups[0]["lr"] = math.nan if rank in victims else 0.1  # before it asks: still it is behind
     if rank in victims:
-        raises(ValueError, "lr is nan; expected", optimizer.step)
+        raises(ValueError, "Invalid learning rate: nan; expected", optimizer.step)
     else:
         raises(RuntimeError, rf"^an error on ranks \[{victims[0]}\] has kept them from a step", optimizer.step)
     raises(CheckpointError, "^cannot save a checkpoint to .* kept ", lambda: save(tmp_path, model, optimizer))
@@ -319,7 +319,7 @@ def test_ranks_that_begin_anew_count_their_calls_anew(rank, tmp_path):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     optimizer.load_state_dict(saved)
     optimizer.param_groups[0]["lr"] = math.nan if rank else 0.1
-    kind, words = (ValueError, "lr is nan") if rank else (RuntimeError, r"failed on ranks \[1\]")
+    kind, words = (ValueError, "Invalid learning rate: nan") if rank else (RuntimeError, r"failed on ranks \[1\]")
     raises(kind, words, optimizer.step)
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()

@@ -25,6 +25,7 @@ from support.visible import (
     state_bits,
     visible,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 
@@ -94,7 +95,7 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     ),
     "one parameter too many": (_group(params=[0, 1, 2]), "has 3 parameters in group 0, expected 2"),
     "group without lr": (_group(lr=None), "group 0 of the state dict lacks lr"),
-    "NaN in lr": (_group(lr=math.nan), "lr is nan"),
+    "NaN in lr": (_group(lr=math.nan), "Invalid learning rate: nan"),
     "lr of several lines": (_group(lr=np.ones((2, 1))), "Invalid lr: a ndarray; expected"),
     "beta of 1": (_group(betas=(0.9, 1.0)), "Invalid beta parameter at index 1"),
     "state as list": (lambda saved: {**saved, "state": [3]}, "state of the state dict is a list, expected a dict"),
@@ -505,6 +506,20 @@ def test_decay_of_adamw_stays_decoupled_whatever_is_loaded() -> None:
         optimizer = make(cls=cls)
         optimizer.load_state_dict(saved)
         assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+@EACH_DTYPE
+def test_flattened_checkpoint_of_torch_loads(dtype: torch.dtype) -> None:
+    """torch gives an empty dict for each key that it lacks; masters come with the next step."""
+    model = torch.nn.Linear(64, 2).to(dtype)
+    theirs, ours = (cls(model.parameters(), lr=0.1) for cls in (torch.optim.AdamW, SpeculativeCPUAdamW))
+    model(torch.ones(1, 64, dtype=dtype)).sum().backward()
+    theirs.step()
+    theirs.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, ours, get_optimizer_state_dict(model, theirs, options=options), options=options)
+    for parameter_ in model.parameters():
+        assert torch.equal(ours.state[parameter_]["exp_avg"], theirs.state[parameter_]["exp_avg"].float())
 
 
 def test_limits_are_no_group_keys_and_survive_foreign_checkpoints() -> None:

@@ -56,7 +56,7 @@ def test_a_rate_that_a_scheduler_takes_below_zero_counts_as_in_torch() -> None:
             its.step()
     assert first.param_groups[0]["lr"] < 0
     assert state_bits(first) == state_bits(second)
-    with pytest.raises(ValueError, match=r"lr is -1.0; expected"):
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -1.0; expected"):
         SpeculativeCPUAdamW([parameter(64)], lr=-1.0)
 
 
