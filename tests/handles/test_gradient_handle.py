@@ -972,7 +972,7 @@ def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> Non
     first = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
     parameter, _owner, taken = _sum_of(first)
     taken.is_reduced = taken.in_use = True
-    read, version = taken.pending, taken.version
+    read, version, taken.norm = taken.pending, taken.version, torch.tensor(6.0)
     other, _other_owner, ordinary = handle_for(first)
     parameter.grad.mul_(math.inf)
     if is_list:
@@ -987,6 +987,7 @@ def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> Non
     assert read.tolist() == [1.0, 3.0]
     assert taken.version > version
     assert not taken.in_use
+    assert taken.norm is None
     parameter.grad += first
     (parameter * first).sum().backward()
     assert taken_of(parameter.grad) is taken

@@ -226,6 +226,7 @@ def test_state_is_loaded_while_parameters_have_no_memory() -> None:
     size = second.untyped_storage().nbytes()
     second.untyped_storage().resize_(0)
     optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert optimizer.state[second]["step"] == source.state_dict()["state"][1]["step"]
     second.untyped_storage().resize_(size)
     copy_weights(optimizer, source)
     train_alike(optimizer, source, *range(2, 4), speculative=False)
@@ -389,10 +390,14 @@ def test_a_good_state_dict_replaces_a_state_that_is_refused() -> None:
         assert state_bits(optimizer) == state_bits(good)
 
 
-def test_groups_share_a_learning_rate_after_loading_too() -> None:
-    optimizer = SpeculativeCPUAdamW([{"params": [parameter(3)]}, {"params": [parameter(4)]}], lr=torch.tensor(0.1))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+def test_groups_share_a_learning_rate_after_loading_too_and_one_without_parameters_has_its_own() -> None:
+    groups: list[dict[str, Any]] = [{"params": [parameter(3)]}, {"params": [parameter(4)]}, {"params": [], "lr": 0.5}]
+    optimizer = SpeculativeCPUAdamW(groups, lr=torch.tensor(0.1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][2] = {"params": []}  # as torch.distributed.checkpoint leaves it
+    optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+    assert optimizer.param_groups[2]["lr"] == 0.5
 
 
 def test_a_hook_that_is_called_after_loading_may_load() -> None:
@@ -425,7 +430,7 @@ def test_entries_of_state_dicts_are_those_of_the_state_as_in_torch(moments: str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_between_dtypes_of_the_model(dtype: torch.dtype) -> None:
     """A parameter that is its own master ignores a loaded one; a narrow one reads its master from itself."""
-    narrow = trained(make(dtype))
+    narrow = trained(make(dtype, amsgrad=True))
     wide = make()
     wide.load_state_dict(narrow.state_dict())
     assert shown(wide) == shown(make())
@@ -436,7 +441,9 @@ def test_between_dtypes_of_the_model(dtype: torch.dtype) -> None:
     assert state_bits(again) == {"parameters": shown(make(dtype)), "state": state_bits(wide)["state"]}
     give_gradients(again, 3)
     again.step()
-    assert again.state_dict()["state"][0]["master"].dtype == torch.float32
+    entry, before = (one.state_dict()["state"][0] for one in (again, wide))
+    assert entry["master"].dtype == torch.float32
+    assert (entry["max_exp_avg_sq"] >= before["max_exp_avg_sq"]).all()
 
 
 OPTIONS = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}

@@ -644,3 +644,10 @@ def test_every_step_has_its_own_thresholds(begin: int) -> None:
             assert bits(narrow.float()) == bits(round_by_thresholds(wide, step, 16))
             assert bits(narrow.float()) != bits(round_by_thresholds(wide, step + 1, 16))
         assert entries(ours)[0]["step"] == step
+
+
+def test_what_is_encoded_is_decoded_where_a_parameter_gets_another_layout() -> None:
+    converted, twin = (trained(make("fp32")) for _ in range(2))
+    one = parameters_of(converted)[0]
+    one.data = one.data.t().contiguous().t()
+    assert torch.equal(entries(converted)[0]["master"], entries(twin)[0]["master"])

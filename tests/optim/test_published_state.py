@@ -309,6 +309,10 @@ def test_state_that_has_moved_before_it_shows_a_step_is_the_newer(dtype, monkeyp
     held["exp_avg"].data = held["exp_avg"].clone()
     train_alike(optimizer, twin, 3)
     assert held["step"] == 4
+    optimizer.reload_masters()
+    held["exp_avg"].data = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"^exp_avg of parameter 1 .* of shape \(3,\), .* leave it as it is"):
+        optimizer.step()
 
 
 @EACH_DTYPE
@@ -594,5 +598,18 @@ def test_a_write_that_no_sample_shows_counts_where_parameters_are_bound_anew():
         weight[1234] = 0.5
     optimizer.add_param_group({"params": [parameter(3)]})
     trained(optimizer, [1, 2])
-    assert abs(optimizer.state[weight]["master"][1234] - 0.5) < 0.01
+    master = optimizer.state[weight]["master"]
+    assert abs(master[1234] - 0.5) < 0.01
+    master.data = master.index_fill(0, torch.tensor([1234]), 3.0)  # where it does not round to the parameter
+    train(optimizer, 3)
     assert abs(weight[1234] - 0.5) < 0.01
+
+
+def test_what_arrays_may_refer_to_shows_each_step():
+    optimizer = trained(make(torch.bfloat16))
+    one = parameters_of(optimizer)[1]
+    array = optimizer.state[one]["exp_avg"].numpy() + 1.0
+    optimizer.state[one]["exp_avg"] = torch.from_numpy(array)
+    trained(optimizer, [2, 3], speculative=True)
+    seen = array.tolist()
+    assert optimizer.state[one]["exp_avg"].tolist() == seen

@@ -338,6 +338,7 @@ def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype
     optimizer.step()
     graphs.append((p * 3).sum())
     optimizer.rollback()
+    assert type(p.grad) is torch.Tensor  # given back
     version = p._version
     optimizer.zero_grad()
     for graph in (*graphs, (q * q * q).sum(), (q * q).sum(), (q * 3).sum()):

@@ -75,7 +75,7 @@ def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype,
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("is_chosen", [False, True])
 def test_reload_masters_after_writes_through_data(dtype, steps_before, is_open, is_chosen):
