@@ -12,7 +12,6 @@ import torch
 from support.optimizers import EACH_DTYPE, trained
 from support.visible import (
     are_taken,
-    bits,
     give_gradients,
     parameter,
     parameters_of,
@@ -252,20 +251,6 @@ def test_foreign_parameter_is_refused() -> None:
     with refused(optimizer, ValueError, "a parameter that is in no group"):
         optimizer.speculate([parameters_of(optimizer)[0], parameter(3)])
     optimizer.step()
-
-
-@pytest.mark.slow
-def test_more_than_a_thousand_tiny_parameters() -> None:
-    """3000 parameters of one element make the steps of one parameter of 1500."""
-    whole = SpeculativeCPUAdamW([parameter(1500)])
-    pieces = SpeculativeCPUAdamW([torch.nn.Parameter(piece) for piece in parameter(1500).detach().clone().split(1)])
-    for seed in range(2):
-        give_gradients(whole, seed)
-        for one, piece in zip(parameters_of(pieces), parameters_of(whole)[0].grad.split(1), strict=True):
-            one.grad = piece.clone()
-        whole.step()
-        pieces.step()
-    assert bits(torch.cat([one.detach() for one in parameters_of(pieces)])) == bits(parameters_of(whole)[0])
 
 
 @pytest.mark.parametrize("speculative", [False, True])

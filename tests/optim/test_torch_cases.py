@@ -83,18 +83,6 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
         assert optimizer.statistics.accepted == (8 if speculative and dtype.itemsize == 2 else 0)
 
 
-@ACCEPTED
-@pytest.mark.parametrize("implementation", [{"foreach": False}, {"foreach": True}, {"fused": False}, {"fused": True}])
-def test_implementation_is_accepted_and_changes_nothing(name, description, implementation):
-    cls = CASES[name][0]
-    options = options_of(name)[description]
-    if isinstance(options.get("lr"), torch.Tensor) and implementation.get("foreach"):
-        with pytest.raises(ValueError, match="lr as a Tensor is not supported for capturable=False and foreach=True"):
-            run(cls, torch.float32, **options, **implementation)
-    else:
-        assert run(cls, torch.float32, **options, **implementation) == run(cls, torch.float32, **options)
-
-
 @pytest.mark.parametrize(("name", "description"), [(name, one) for name, one in CONFIGURATIONS if one in REFUSED])
 def test_capturable_is_refused(name: str, description: str) -> None:
     """And the rest of such a configuration, tensors for lr and betas, is as with numbers."""
