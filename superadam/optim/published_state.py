@@ -140,7 +140,7 @@ class PublishedState:
         if state.parameter not in self.entries:
             return False
         is_entry_held = sys.getrefcount(self.entries[state.parameter]) > _ALONE + 1
-        if torch_private.missing or state.arrays or is_entry_held:
+        if state.arrays or is_entry_held:
             return True
         values = raw(self.entries[state.parameter])
         return any(

@@ -93,10 +93,7 @@ class ParameterTable:
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.new_values = new_values
         self.resident = resident
-        is_plain = [
-            not (s.is_staged or s.is_distributed) and s.parameter_dtype in DTYPES and s.local.is_contiguous()
-            for s in self.states
-        ]
+        is_plain = [not (s.is_staged or s.is_distributed) and s.parameter_dtype in DTYPES for s in self.states]
         self.plain_layouts = np.where(is_plain, self.fingerprints.layouts, 0)
         self._first_chunks = np.cumsum([0, *(native.chunk_count(state.shape.numel()) for state in self.states)])
         self.norm = GradientNorm.zeros(int(self._first_chunks[-1]))

@@ -83,6 +83,15 @@ def test_refused_parameters_leave_those_of_before_in_their_places() -> None:
     assert visible(optimizer) == visible(twin)
 
 
+def test_parameters_side_by_side_in_one_buffer() -> None:
+    flat = SpeculativeCPUAdam(_views(slice(6), slice(6, 10)))
+    apart = SpeculativeCPUAdam([torch.nn.Parameter(torch.zeros(length)) for length in (6, 4)])
+    for seed in range(2):
+        for optimizer in (flat, apart):
+            train(optimizer, seed, speculative=bool(seed))
+    assert visible(flat) == visible(apart)
+
+
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]] = {
     "to bf16": (torch.float32, torch.Tensor.bfloat16),
     "to fp32": (torch.bfloat16, torch.Tensor.float),

@@ -399,6 +399,18 @@ def test_what_shares_of_the_tests_end_with_is_told(instead, outcome, words):
     assert outcome is Outcome.FAILED or last.detail == words
 
 
+def test_sanitizer_that_has_seen_no_kernel_has_failed(monkeypatch):
+    monkeypatch.setattr(checks, "sanitizer_path", lambda: "compute-sanitizer")
+    for word, outcome in (("SKIPPED", Outcome.FAILED), ("PASSED", Outcome.GOOD)):
+        run = runner(lambda command, seconds, word=word: Done(0, f"tests/a.py::b {word}\n", 1.0))
+        *_, last = checks.sanitized(Context(run, "cpu", rehearses=True, trace=""), Limit(time.monotonic() + 1000.0))
+        assert last.outcome is outcome
+
+
+def test_line_in_which_a_program_was_killed_is_left_out():
+    assert Done(None, f"{MARK}{{}}\n{MARK}{{", 1.0).lines(MARK) == [{}]
+
+
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, sentence in (
