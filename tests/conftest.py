@@ -157,6 +157,16 @@ def isa(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture
+def fresh_native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let instruction set and threads be chosen anew, as in a new process without environment variables."""
+    for name in ("_active", "_num_threads"):
+        monkeypatch.setattr(f"superadam.kernels.native.{name}", None)
+    for variable in ("SUPERADAM_ISA", "SUPERADAM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    return monkeypatch
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_of_an_earlier_file() -> None:
     """Free what earlier files have left, which would else go in the middle of a test that counts, or in its child.

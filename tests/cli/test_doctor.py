@@ -31,14 +31,6 @@ def _one_measurement_over_little_memory(monkeypatch):
     monkeypatch.setattr(memory.measure_bandwidth, "__defaults__", (0.0,))
 
 
-@pytest.fixture
-def fresh_native(monkeypatch):
-    """Make the choice of instruction set and threads be read from the environment again, as in a new process."""
-    monkeypatch.setattr(native, "_active", None)
-    monkeypatch.setattr(native, "_num_threads", None)
-    return monkeypatch
-
-
 @pytest.mark.parametrize("is_here", [True, False], ids=["this machine", "one without any file"])
 def test_every_probe_says_why_it_is_unknown_and_how_it_could_be_better(tmp_path, is_here):
     findings = diagnose(Host() if is_here else machine(tmp_path))
@@ -49,10 +41,10 @@ def test_every_probe_says_why_it_is_unknown_and_how_it_could_be_better(tmp_path,
         assert bool(finding.remedy) == (finding.status in (Status.BETTER, Status.BROKEN)), finding
 
 
+HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 OF_PROC = ["cpuinfo", "meminfo", "self/cgroup", "driver/nvidia/version"]
 OF_SYS = ["devices/system/cpu/online", "devices/system/node/node0/cpulist", "fs/cgroup/cpu.max"]
-READ_FILES = [*(f"/proc/{name}" for name in OF_PROC), *(f"/sys/{name}" for name in OF_SYS)]
-READ_FILES.append("/sys/kernel/mm/transparent_hugepage/enabled")
+READ_FILES = [*(f"/proc/{name}" for name in OF_PROC), *(f"/sys/{name}" for name in OF_SYS), HUGE]
 
 
 @pytest.mark.slow
@@ -64,7 +56,6 @@ def test_no_file_content_crashes_a_probe(tmp_path_factory, texts):
     assert [*diagnose(host, cheap)] == [*cheap]
 
 
-HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 TWO_NODES, ONE_OF_MEMORY = (
     {f"/sys/devices/system/node/node{node}/cpulist": cpus for node, cpus in enumerate(lists)}
     for lists in (("0-1", "2-3", ""), ("0-71", ""))
@@ -101,7 +92,6 @@ def test_a_forced_slower_isa_could_be_better(tmp_path, fresh_native):
 
 
 def test_kernels_that_were_not_compiled_could_be_better(tmp_path, fresh_native):
-    fresh_native.delenv("SUPERADAM_ISA", raising=False)
     fresh_native.setattr(native, "known_isas", lambda: {"avx512": "not compiled", "scalar": "runnable"})
     finding = processor.instruction_sets(machine(tmp_path))
     assert finding.status is Status.BETTER

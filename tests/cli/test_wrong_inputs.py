@@ -10,7 +10,6 @@ import support.frameworks  # noqa: F401 - nothing is looked up in a network
 
 from superadam.cli.bench import command
 from superadam.cli.main import main
-from superadam.kernels import native
 
 FILES = {
     "": "is no JSON: line 1",
@@ -99,6 +98,7 @@ WRONG = {
 """What is said of words, at least; a first one may be of the environment."""
 
 
+@pytest.mark.usefixtures("fresh_native")
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_input_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     if words.startswith("plan"):
@@ -116,8 +116,6 @@ def test_a_wrong_input_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     arguments = words.split(" ")
     if words.startswith("SUPERADAM_"):
         monkeypatch.setenv(*arguments.pop(0).split("="))
-        monkeypatch.setattr(native, "_active", None)
-        monkeypatch.setattr(native, "_num_threads", None)
     with pytest.raises(SystemExit, match=r"^2$"):  # as argparse ends
         sys.exit(main(arguments))
     captured = capsys.readouterr()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.children import exit_code_of_child
 from support.float_modes import flushed_denormals
-from support.overlap import PlantedError, ThreadDevice, end_thread, everything, loss_of, train, twins
+from support.overlap import PlantedError, ThreadDevice, end_thread, loss_of, train, twins
 from support.waiting import wait_until
 
 from superadam import OffloadScheduler
@@ -270,16 +270,3 @@ def test_no_call_waits_for_a_thread_that_is_gone(end, error, late, monkeypatch):
             in_time(worker, scheduler.close)
             assert not worker._thread.is_alive()
         assert all(map(torch.equal, plain_model.parameters(), model.parameters())), number
-
-
-def test_a_thread_that_cannot_start_leaves_training_as_it_was(monkeypatch):
-    plain_model, plain, model, optimizer = twins()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
-        with pytest.raises(RuntimeError, match="can't start"):
-            OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
-    train(model, optimizer, range(2))
-    with OffloadScheduler(optimizer, model, device=ThreadDevice()):
-        train(model, optimizer, range(2, 4))
-    train(plain_model, plain, range(4))
-    assert everything(model, optimizer) == everything(plain_model, plain)

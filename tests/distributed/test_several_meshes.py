@@ -16,14 +16,7 @@ from support.ranks import on_ranks, raises
 from support.shards import gathered, local
 from support.visible import bits, entry_bits
 from torch import Tensor, distributed, nn
-from torch.distributed import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import DeviceMesh, init_device_mesh, pipelining
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
@@ -369,10 +362,10 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 STAGES: dict[Any, list[list[int]]] = {
-    ScheduleGPipe: [[0], [1]],
-    Schedule1F1B: [[0], [1]],
-    ScheduleInterleaved1F1B: [[0, 2], [1, 3]],
-    ScheduleZBVZeroBubble: [[0, 3], [1, 2]],
+    pipelining.ScheduleGPipe: [[0], [1]],
+    pipelining.Schedule1F1B: [[0], [1]],
+    pipelining.ScheduleInterleaved1F1B: [[0, 2], [1, 3]],
+    pipelining.ScheduleZBVZeroBubble: [[0, 3], [1, 2]],
 }
 """Which stages each rank has."""
 
@@ -390,7 +383,7 @@ def test_stages_have_the_bits_of_one_process(rank, schedule_of, overlaps, scales
     options: dict[str, Any] = {"lr": 0.01, "max_grad_norm": 20.0}
     ours = SpeculativeCPUAdamW(mine.named_parameters(), process_group=distributed.group.WORLD, **options)
     alone = SpeculativeCPUAdamW(whole.named_parameters(), **options)
-    stages = [PipelineStage(mine[str(number)], number, count, torch.device("cpu")) for number in here]
+    stages = [pipelining.PipelineStage(mine[str(number)], number, count, torch.device("cpu")) for number in here]
     schedule = schedule_of(stages if count > 2 else stages[0], MICRO_BATCHES, loss_fn=loss_of, scale_grads=scales)
     made = OffloadScheduler(ours, mine, device=ThreadDevice(), bucket_numel=16, num_threads=1) if overlaps else None
     kinds = set()
@@ -415,5 +408,5 @@ def test_stages_have_the_bits_of_one_process(rank, schedule_of, overlaps, scales
     assert kinds == set(StepKind)
     for call in (save, save_fp32):  # one checkpoint has all of a model
         raises(CheckpointError, "other parameters than rank 0", partial(call, tmp_path / "run", mine, ours))
-    has_hooks = schedule_of is not ScheduleZBVZeroBubble  # which computes gradients of weights apart, and calls none
+    has_hooks = schedule_of is not pipelining.ScheduleZBVZeroBubble  # which computes weights' gradients apart
     assert not has_hooks or (ours.statistics.accepted > ours.statistics.patched) is overlaps, ours.statistics

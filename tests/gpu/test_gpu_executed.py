@@ -25,18 +25,7 @@ from support import gpu_variants, ptx
 from support.deep import DEEP
 from support.gpu_arrays import DEVICE, offsets_with_gaps
 from support.gpu_checks import check_against_cpu, check_pack, check_scatter, stored_gradient, telling
-from support.gpu_variants import (
-    ADAM,
-    LAUNCHES,
-    PACK,
-    SCATTER,
-    Code,
-    Compilers,
-    Launch,
-    Request,
-    can_compile,
-    noted_launches,
-)
+from support.gpu_variants import LAUNCHES, Code, Compilers, Launch, Request, can_compile, noted_launches
 from support.kernel_arrays import Job, make_segment, narrow
 from support.ptx_faults import RULES, described
 from support.strategies import Magnitudes
@@ -408,15 +397,15 @@ def check_over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any
     return test  # type: ignore[no-any-return]
 
 
-test_adam_kernel = check_over(NVIDIA, "adam_kernel", ADAM)
-test_adam_kernel_for_amd = check_over(AMD, "adam_kernel", ADAM)
-test_pack_kernel = check_over(NVIDIA, "pack_kernel", PACK)
-test_pack_kernel_for_amd = check_over(AMD, "pack_kernel", PACK)
-test_scatter_kernel = check_over(NVIDIA, "scatter_kernel", SCATTER)
-test_scatter_kernel_for_amd = check_over(AMD, "scatter_kernel", SCATTER)
+test_adam_kernel = check_over(NVIDIA, "adam_kernel", gpu_variants.ADAM)
+test_adam_kernel_for_amd = check_over(AMD, "adam_kernel", gpu_variants.ADAM)
+test_pack_kernel = check_over(NVIDIA, "pack_kernel", gpu_variants.PACK)
+test_pack_kernel_for_amd = check_over(AMD, "pack_kernel", gpu_variants.PACK)
+test_scatter_kernel = check_over(NVIDIA, "scatter_kernel", gpu_variants.SCATTER)
+test_scatter_kernel_for_amd = check_over(AMD, "scatter_kernel", gpu_variants.SCATTER)
 
 
-@over(["sm_100"], "adam_kernel", [one for one in ADAM if Format.MOMENTS_8BIT in one[2]])
+@over(["sm_100"], "adam_kernel", [one for one in gpu_variants.ADAM if Format.MOMENTS_8BIT in one[2]])
 def test_adam_kernel_with_8bit_moments(variant):
     """`abs.f32`, which only this target has, may make any NaN: the bits depend on none."""
     assert "abs.f32" in variant[1].ptx
@@ -510,10 +499,10 @@ SURVIVORS = {
 def chosen_requests() -> list[Request]:
     """Return variants of all kernels, mostly of the update, for all targets."""
     choices = random.Random(0)
-    made = [("adam_kernel", one) for one in choices.sample(ADAM, 8)] + [
-        ("pack_kernel", one) for one in choices.sample(PACK, 4)
+    made = [("adam_kernel", one) for one in choices.sample(gpu_variants.ADAM, 8)] + [
+        ("pack_kernel", one) for one in choices.sample(gpu_variants.PACK, 4)
     ]
-    made += [("scatter_kernel", one) for one in choices.sample(SCATTER, 2)]
+    made += [("scatter_kernel", one) for one in choices.sample(gpu_variants.SCATTER, 2)]
     return [Request(("sm_90", "sm_80", "sm_100")[number % 3], *one) for number, one in enumerate(made)]
 
 

@@ -154,11 +154,6 @@ def write(tensors: Iterable[Tensor]) -> None:
         tensor.data.fill_(7)
 
 
-def replace(model: Model) -> None:
-    for parameter in model.parameters():
-        parameter.data = torch.full_like(parameter, 7)
-
-
 def load_another(model: Model, optimizer: Any) -> None:
     other, other_optimizer = stepped(type(optimizer), model.scalar.dtype, seed=3)
     optimizer.load_state_dict(other_optimizer.state_dict())
@@ -176,7 +171,7 @@ REACHES: dict[str, Callable[[Model, Any], object]] = {
     "write to buffers": lambda model, optimizer: write(model.buffers()),
     "free parameters": lambda model, optimizer: resize(model.parameters(), 0),
     "grow parameters": lambda model, optimizer: resize(model.parameters(), 3),
-    "replace parameters": lambda model, optimizer: replace(model),
+    "replace parameters": lambda model, _: [setattr(p, "data", torch.full_like(p, 7)) for p in model.parameters()],
     "convert parameters": lambda model, optimizer: model.double() and None,
     "load": load_another,
 }

@@ -134,8 +134,7 @@ def edit_some(step: int, parameters: list[nn.Parameter]) -> None:
         parameters[3].grad = None
 
 
-BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-BEST |= {"load_best_model_at_end": True}
+STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "a limit that clips some steps": {},
     "a limit that clips every step": {"max_grad_norm": 0.1},
@@ -146,7 +145,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "checkpointing": checkpointing(reentrant=False),
     "reentrant checkpointing": {"gradient_accumulation_steps": 2, **checkpointing(reentrant=True)},
     "autocast": {"bf16": True},
-    "best weights are loaded at the end": BEST,
+    "best weights are loaded at the end": {**STEPS, "load_best_model_at_end": True},
     "rare logs": {"logging_steps": 4},
     "NaN": {"callbacks": [Editing(poison)], "max_grad_norm": 0.0},
     "edited gradients": {"callbacks": [Editing(edit_some)], "max_grad_norm": 0.0},
@@ -485,9 +484,6 @@ def test_signals_are_the_program_s_own_after_training_and_where_ranks_cannot_mee
         saves.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
     assert saves not in trainer.callback_handler.callbacks
-
-
-STEPS = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
 
 
 @pytest.mark.parametrize(

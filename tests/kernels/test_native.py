@@ -26,6 +26,8 @@ from superadam.kernels.native import Dtype, Pass
 from superadam.state.norm import GradientNorm
 from superadam.step.outcome import StepKind, judge
 
+pytestmark = pytest.mark.usefixtures("fresh_native")
+
 HYPER = replace(USUAL, amsgrad=True)
 READ = {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 USED = {  # arrays that each pass must have
@@ -123,15 +125,6 @@ def test_a_table_of_another_layout_is_refused(spoil):
 
 
 # -- instruction sets --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _fresh_choices(monkeypatch):
-    """As in a new process without environment variables; the old choices come back afterwards."""
-    monkeypatch.setattr(native, "_active", None)
-    monkeypatch.setattr(native, "_num_threads", None)
-    monkeypatch.delenv("SUPERADAM_ISA", raising=False)
-    monkeypatch.delenv("SUPERADAM_THREADS", raising=False)
 
 
 def test_the_best_isa_is_the_default_and_scalar_the_last():

@@ -9,19 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from support.overlap import (
-    DeferredDevice,
-    ImmediateDevice,
-    PlantedError,
-    ThreadDevice,
-    adam,
-    devices_in_turn,
-    eager,
-    everything,
-    loss_of,
-    mlp,
-    overlapped,
-)
+from support import overlap
+from support.overlap import adam, devices_in_turn, eager, everything, loss_of, mlp, overlapped
 from support.programs import both
 from support.reference import Synchronous, flat, same_bits
 from support.visible import bits
@@ -35,7 +24,7 @@ from superadam.offload.transfers import Transfers
 
 pytestmark = pytest.mark.timeout(240)
 
-device = devices_in_turn("device", ImmediateDevice, ThreadDevice, DeferredDevice)
+device = devices_in_turn("device", overlap.ImmediateDevice, overlap.ThreadDevice, overlap.DeferredDevice)
 
 
 # ---- counts by themselves --------------------------------------------------------------------------------------------
@@ -45,9 +34,9 @@ def test_blocks_nest_and_end_with_an_error() -> None:
     micro_batches = Accumulation()
     with micro_batches.accumulate(None):
         assert micro_batches.sum_dtype is None
-        with suppress(PlantedError), micro_batches.accumulate(torch.float32):
+        with suppress(overlap.PlantedError), micro_batches.accumulate(torch.float32):
             assert micro_batches.sum_dtype is torch.float32
-            raise PlantedError
+            raise overlap.PlantedError
         assert micro_batches.sum_dtype is None
         assert not micro_batches.is_last(1, is_first=True)
     assert micro_batches.is_last(1, is_first=False)
@@ -175,7 +164,7 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
 
 
 def test_sums_that_are_kept_over_the_end_of_a_scheduler_are_added_to() -> None:
-    class LinkedDevice(ThreadDevice):
+    class LinkedDevice(overlap.ThreadDevice):
         has_link = True
 
         def is_host(self, tensor: torch.Tensor) -> bool:
@@ -210,7 +199,7 @@ def test_adding_to_sums_after_a_step_leaves_what_is_to_be_committed() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("is_announced", [False, True])
-@pytest.mark.parametrize("make", [ImmediateDevice, ThreadDevice, DeferredDevice])
+@pytest.mark.parametrize("make", [overlap.ImmediateDevice, overlap.ThreadDevice, overlap.DeferredDevice])
 def test_narrow_link_leaves_sums_on_the_host_as_they_are(make: Callable[[], Device], is_announced: bool) -> None:
     """They do not travel; sums in `.grad` are rounded once, also those that no later backward touched."""
 

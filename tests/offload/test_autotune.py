@@ -15,19 +15,10 @@ from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
+from superadam.offload import placement
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import bytes_of_state
-from superadam.offload.placement import (
-    AGREEING_STEPS,
-    FREE_SHARE,
-    LEAST_BUCKETS,
-    LEAST_NUMEL,
-    Autotuner,
-    Placement,
-    Work,
-    last_pieces,
-    numel_of_buckets,
-)
+from superadam.offload.placement import AGREEING_STEPS, FREE_SHARE, Autotuner, Placement, last_pieces, numel_of_buckets
 from superadam.state.parameter import ParameterState, Piece
 from superadam.testing import SimulatedDevice
 
@@ -83,7 +74,7 @@ class Steps:
             self.autotuner.add_bucket(Bucket(stays, dict.fromkeys([state]), numel))
             seconds = 0.0 if stays or is_later else seconds_per_element * numel
             done = max(done, number) + seconds
-            self.autotuner.add_work(Work(numel, done, seconds, True, stays, waits=is_later))
+            self.autotuner.add_work(placement.Work(numel, done, seconds, True, stays, waits=is_later))
         backward = count - 1
         return self.autotuner.choose(backward if done > backward else math.inf, seconds_per_element * waiting)
 
@@ -314,9 +305,9 @@ def test_a_wait_before_the_last_bucket_is_not_that_at_the_end_of_backward(monkey
 @given(st.integers(0, 10**12))
 def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> None:
     numel = numel_of_buckets(total)
-    assert LEAST_NUMEL <= numel <= DEFAULT_NUMEL
-    assert numel in (LEAST_NUMEL, DEFAULT_NUMEL, total // LEAST_BUCKETS)
-    assert numel <= max(LEAST_NUMEL, total // LEAST_BUCKETS)
+    assert placement.LEAST_NUMEL <= numel <= DEFAULT_NUMEL
+    assert numel in (placement.LEAST_NUMEL, DEFAULT_NUMEL, total // placement.LEAST_BUCKETS)
+    assert numel <= max(placement.LEAST_NUMEL, total // placement.LEAST_BUCKETS)
     assert Autotuner(PlainDevice(), total, 0, "auto", "auto", 1, **BYTES).placement.bucket_numel == numel
 
 

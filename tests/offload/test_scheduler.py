@@ -22,23 +22,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support import overlap
 from support.children import exit_code_of_child
-from support.overlap import (
-    DeferredDevice,
-    ImmediateDevice,
-    PlantedError,
-    ThreadDevice,
-    adam,
-    batch,
-    devices_in_turn,
-    eager,
-    everything,
-    fail_at,
-    loss_of,
-    mlp,
-    overlapped,
-    train,
-)
+from support.overlap import adam, batch, devices_in_turn, eager, everything, fail_at, loss_of, mlp, overlapped, train
 from support.programs import both, frozen
 from support.visible import bits, refused, shown
 from support.waiting import wait_until
@@ -64,8 +50,8 @@ pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every th
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 asynchronous = devices_in_turn("asynchronous")
-anywhere = devices_in_turn("anywhere", ImmediateDevice, DeferredDevice)
-working = devices_in_turn("working", ImmediateDevice, ThreadDevice)
+anywhere = devices_in_turn("anywhere", overlap.ImmediateDevice, overlap.DeferredDevice)
+working = devices_in_turn("working", overlap.ImmediateDevice, overlap.ThreadDevice)
 
 
 def options_of(device: Device, *, kept: int) -> dict[str, Any]:
@@ -131,7 +117,7 @@ def test_worker_that_fails(dtype, at, after, then, kept, working, monkeypatch):
         before = shown(optimizer)
         with monkeypatch.context() as patch:
             if scheduler is not None:
-                fail_at(patch, Transaction, "speculate", at, PlantedError("the worker stumbled"), after=after)
+                fail_at(patch, Transaction, "speculate", at, overlap.PlantedError("the worker stumbled"), after=after)
             loss_of(model, 2).backward()
             if scheduler is not None:
                 told = (
@@ -139,7 +125,7 @@ def test_worker_that_fails(dtype, at, after, then, kept, working, monkeypatch):
                 )
                 with pytest.raises(WorkerError, match=told) as caught:
                     optimizer.state_dict() if then == "read" else optimizer.step()
-                assert isinstance(caught.value.__cause__, PlantedError)
+                assert isinstance(caught.value.__cause__, overlap.PlantedError)
         assert shown(optimizer) == before
         gradients = [parameter.grad.clone() for parameter in model.parameters()]
         if then == "zero_grad":
@@ -178,13 +164,13 @@ def test_sparse_gradients_are_refused_by_the_step(sum_dtype: torch.dtype | None,
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-def assert_nothing_is_attached(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+def assert_nothing_is_attached(model: nn.Module, optimizer: SpeculativeCPUAdam, **options: Any) -> None:
     """Check that a scheduler that was refused left neither hooks nor itself."""
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     twin = copy.deepcopy(model)
     plain = adam(twin)
     for begin in (0, 2):
-        with eager(optimizer, model) if begin else nullcontext():  # it may have one
+        with eager(optimizer, model, **options) if begin else nullcontext():  # it may have one
             train(model, optimizer, range(begin, begin + 2))
         train(twin, plain, range(begin, begin + 2))
         assert everything(model, optimizer) == everything(twin, plain)
@@ -192,28 +178,23 @@ def assert_nothing_is_attached(model: nn.Module, optimizer: SpeculativeCPUAdam) 
 
 def test_gradients_of_a_backward_that_is_captured_stay_in_grad() -> None:
     """A replay of the graph writes to their memory, and calls no hook."""
-    model, twin = mlp(), mlp()
-    optimizer, plain = adam(model), adam(twin)
     device = SimulatedDevice(0)
     device.is_capturing = lambda: True
-    with eager(optimizer, model, device=device) as scheduler:
-        train(model, optimizer, range(2))
-        assert scheduler.statistics.buckets == 0
-    train(twin, plain, range(2))
-    assert everything(model, optimizer) == everything(twin, plain)
+    scheduler = both(lambda model, optimizer, _: train(model, optimizer, range(2)), {"device": device})
+    assert scheduler.statistics.buckets == 0
 
 
-@pytest.mark.parametrize("make_device", [ThreadDevice, lambda: SimulatedDevice(0)], ids=["host", "link"])
+@pytest.mark.parametrize("make_device", [overlap.ThreadDevice, lambda: SimulatedDevice(0)], ids=["host", "link"])
 @pytest.mark.parametrize(
     ("owner", "method", "num_threads"),
     [
         *((Binding, "attach", 1), (Binding, "_bind", 1), (Hooks, "watch", 1), (Pipeline, "__init__", 1)),
-        *((ThreadDevice, "reserve", 1), (ThreadDevice, "reserve", 0)),
+        *((overlap.ThreadDevice, "reserve", 1), (overlap.ThreadDevice, "reserve", 0)),
     ],
 )
 def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads, make_device, monkeypatch):
     model, device = mlp(), make_device()
-    owner = type(device) if owner is ThreadDevice else owner
+    owner = type(device) if owner is overlap.ThreadDevice else owner
     optimizer = adam(model)
     threads, usual = {*threading.enumerate()}, getattr(owner, method)
 
@@ -234,7 +215,7 @@ def test_scheduler_that_cannot_be_made_leaves_nothing(owner, method, num_threads
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("method", ["drop", "detach", "entries", "close"])
 def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, monkeypatch):
-    threads, model, device = {*threading.enumerate()}, mlp(), ThreadDevice()
+    threads, model, device = {*threading.enumerate()}, mlp(), overlap.ThreadDevice()
     monkeypatch.setattr("superadam.offload.scheduler.device_for", lambda _: device)
     monkeypatch.setattr(device, "close", Mock())
     scheduler = eager(optimizer := adam(model), model, device=None)
@@ -250,19 +231,16 @@ def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, mon
 
 @pytest.mark.parametrize("use", [lambda *_: None, lambda one, _: one.state_dict(), lambda _, it: it.close()])
 def test_what_atexit_calls_after_the_worker_ended_is_done_without_it(use):
-    runs = []
-    for ends in (False, True):
-        scheduler = OffloadScheduler(optimizer := adam(model := mlp()), model, device=ThreadDevice())
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         for seed in range(3):
             optimizer.zero_grad()
             loss_of(model, seed).backward()
-            if ends and seed:
+            if scheduler is not None and seed:
                 scheduler._pipeline.worker._end_with_interpreter()
                 use(optimizer, scheduler)
             optimizer.step()
-        scheduler.close()
-        runs.append(everything(model, optimizer))
-    assert runs[0] == runs[1]
+
+    both(story, {"device": overlap.ThreadDevice(), "bucket_numel": "auto"})
 
 
 @pytest.mark.parametrize(("num_threads", "expected"), [("auto", 2), (3, 3)])
@@ -278,7 +256,7 @@ def test_cores_limit_what_runs_beside_backward(num_threads, expected, monkeypatc
     monkeypatch.setattr(native, "run", noting)
     superadam.set_num_threads(8)
     try:
-        with eager(optimizer := adam(model), model, num_threads=num_threads, device=ThreadDevice()):
+        with eager(optimizer := adam(model), model, num_threads=num_threads, device=overlap.ThreadDevice()):
             loss_of(model, 0).backward()
             wait_until(lambda: used)
             during_backward = list(used)
@@ -294,7 +272,7 @@ def test_cores_limit_what_runs_beside_backward(num_threads, expected, monkeypatc
 @pytest.mark.parametrize("has_link", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, has_link: bool) -> None:
-    device, threads = DeferredDevice(), {*threading.enumerate()}
+    device, threads = overlap.DeferredDevice(), {*threading.enumerate()}
     device.has_link = has_link
 
     def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
@@ -316,12 +294,12 @@ def test_scheduler_without_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) 
     optimizer = adam(model := mlp())
     with monkeypatch.context() as patch, refused(optimizer, RuntimeError, "has no thread .no more., expected one more"):
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no more")))
-        OffloadScheduler(optimizer, model, num_threads=1, device=ThreadDevice())
-    assert_nothing_is_attached(model, optimizer)
+        OffloadScheduler(optimizer, model, num_threads=1, device=overlap.ThreadDevice())
+    assert_nothing_is_attached(model, optimizer, device=overlap.ThreadDevice())
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
-    with overlapped(device=ThreadDevice()) as (model, optimizer, scheduler):
+    with overlapped(device=overlap.ThreadDevice()) as (model, optimizer, scheduler):
         threads = {*threading.enumerate()}
         with pytest.raises(RuntimeError, match=r"has a scheduler already; close\(\) it"):
             OffloadScheduler(optimizer, model)
@@ -333,11 +311,14 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
     OffloadScheduler(optimizer, model).close()
 
 
-def test_a_closed_scheduler_is_not_used_again() -> None:
-    with overlapped(num_threads=1) as (_, _, scheduler):
+def test_a_closed_scheduler_leaves_no_hook_and_is_not_used_again() -> None:
+    """Also where state was loaded before."""
+    with overlapped(steps=1, num_threads=1, device=overlap.ThreadDevice()) as (model, optimizer, scheduler):
+        optimizer.load_state_dict(optimizer.state_dict())
         assert "hidden, Placement(" in repr(scheduler)
         with pytest.raises(ValueError, match="num_threads is 0, expected an integer of at least 1"):
             scheduler.place(num_threads=0)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert repr(scheduler).startswith("OffloadScheduler(closed, ")
     for use in (scheduler.__enter__, scheduler.accumulate().__enter__):
         with pytest.raises(RuntimeError, match="the scheduler was closed, expected an open one; make another"):
@@ -345,16 +326,6 @@ def test_a_closed_scheduler_is_not_used_again() -> None:
 
 
 # ---- life and death -------------------------------------------------------------------------------------------------
-
-
-def test_scheduler_that_is_closed_after_a_load_leaves_no_hook() -> None:
-    model = nn.Linear(8, 8)
-    optimizer = SpeculativeCPUAdam(model.parameters())
-    with OffloadScheduler(optimizer, model, num_threads=1):
-        model(torch.ones(1, 8)).sum().backward()
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +337,7 @@ def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatc
         ended.set()
         return commit(self, *arguments)
 
-    options = {"device": ThreadDevice(), "num_threads": 1, "max_grad_norm": math.inf}
+    options = {"device": overlap.ThreadDevice(), "num_threads": 1, "max_grad_norm": math.inf}
     with overlapped(torch.bfloat16, steps=1, **options) as (model, optimizer, _):  # there is state from then on
         monkeypatch.setattr(Transaction, "commit", slow)
         loss_of(model, 0).backward()
@@ -388,7 +359,7 @@ def test_data_loader_workers_are_forked_beside_the_worker() -> None:
                 (30 * (model(x) - 1).square().mean()).backward()
                 optimizer.step()
 
-    both(loaded, {"device": ThreadDevice()})
+    both(loaded, {"device": overlap.ThreadDevice()})
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -416,7 +387,9 @@ def test_forked_child_leaves_a_device_alone_whose_scheduler_it_drops_or_closes(*
     assert dropped() is None
 
 
-@pytest.mark.parametrize("make_device", [ThreadDevice, lambda: SimulatedDevice(0, eagerness=0)], ids=["host", "link"])
+@pytest.mark.parametrize(
+    "make_device", [overlap.ThreadDevice, lambda: SimulatedDevice(0, eagerness=0)], ids=["host", "link"]
+)
 def test_forked_child_is_told_instead_of_hanging(make_device: Any) -> None:
     """Before anything is copied, or awaited from a thread that may hold a lock; it may train another model."""
     model = mlp()
@@ -433,7 +406,7 @@ def test_forked_child_is_told_instead_of_hanging(make_device: Any) -> None:
                 call()
         other = mlp()
         train(other, fresh := adam(other), range(2))
-        with eager(fresh, other, device=ThreadDevice()):
+        with eager(fresh, other, device=overlap.ThreadDevice()):
             train(other, fresh, range(2))
         with pytest.raises(RuntimeError, match="belongs to the process"), scheduler:
             pass
@@ -476,7 +449,7 @@ def test_interpreter_ends_without_close() -> None:
 
 
 def test_exported_trace(tmp_path: Path) -> None:
-    options = {"device": ThreadDevice(), "bucket_numel": 70, "num_threads": 1}
+    options = {"device": overlap.ThreadDevice(), "bucket_numel": 70, "num_threads": 1}
     with overlapped(torch.bfloat16, steps=3, **options) as (model, optimizer, scheduler):
         (loss_of(model, 3) * math.nan).backward()
         optimizer.step()

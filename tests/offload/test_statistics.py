@@ -12,25 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from offload.test_programs import PROGRAMS
-from support.overlap import (
-    DeferredDevice,
-    EagerSimulatedDevice,
-    ImmediateDevice,
-    KeepingDevice,
-    PlantedError,
-    ThreadDevice,
-    adam,
-    batch,
-    eager,
-    fail_at,
-    loss_of,
-    mlp,
-    overlapped,
-    slow_down,
-    train,
-)
+from support import overlap
+from support.overlap import adam, batch, eager, fail_at, loss_of, mlp, overlapped, slow_down, train
 from support.programs import Program, Run, Setting, first_difference, in_turn, run_in
-from torch import Tensor, nn
+from torch import nn
 
 from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
@@ -76,13 +61,13 @@ def counted_speculation() -> Iterator[list[int]]:
 NUMEL = 64 * 128
 """Of buckets in which no parameter is cut."""
 WHOLE = [
-    Setting("immediate", torch.bfloat16, ImmediateDevice, 10**6, patches=True),
-    Setting("thread", torch.bfloat16, ThreadDevice, 10**6, clips=True),
+    Setting("immediate", torch.bfloat16, overlap.ImmediateDevice, 10**6, patches=True),
+    Setting("thread", torch.bfloat16, overlap.ThreadDevice, 10**6, clips=True),
     Setting("simulated", torch.bfloat16, lambda: SimulatedDevice(6), NUMEL, gpu_buckets=0, patches=True),
-    Setting("kept-immediate", torch.bfloat16, lambda: EagerSimulatedDevice(1, 1.0), NUMEL, gpu_buckets=10**6),
+    Setting("kept-immediate", torch.bfloat16, lambda: overlap.EagerSimulatedDevice(1, 1.0), NUMEL, gpu_buckets=10**6),
     Setting("kept-lazy", torch.float32, lambda: SimulatedDevice(2, 0.0), NUMEL, gpu_buckets=2, clips=True),
     Setting("kept-hasty", torch.bfloat16, lambda: SimulatedDevice(3, 0.8), NUMEL, gpu_buckets=1, clips=True),
-    Setting("kept-thread", torch.float64, KeepingDevice, NUMEL, gpu_buckets=10**6, clips=True),
+    Setting("kept-thread", torch.float64, overlap.KeepingDevice, NUMEL, gpu_buckets=10**6, clips=True),
 ]
 
 
@@ -106,7 +91,7 @@ def test_every_speculation_ends_in_one_way(program: Program, settings: list[Sett
             assert ended.uncertain_elements <= ended.interval_elements
 
 
-@pytest.mark.parametrize("device_class", [ImmediateDevice, ThreadDevice])
+@pytest.mark.parametrize("device_class", [overlap.ImmediateDevice, overlap.ThreadDevice])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_speculation_before_a_failure_of_the_worker_counts(at: int, device_class: type[Device]) -> None:
     how = {"steps": 2, "max_grad_norm": math.inf, "device": device_class()}
@@ -114,7 +99,7 @@ def test_speculation_before_a_failure_of_the_worker_counts(at: int, device_class
         counts = optimizer.statistics
         before = counts.accepted
         with pytest.MonkeyPatch.context() as patch:
-            fail_at(patch, Transaction, "speculate", at, PlantedError())
+            fail_at(patch, Transaction, "speculate", at, overlap.PlantedError())
             loss_of(model, 2).backward()
             with pytest.raises(WorkerError):
                 optimizer.step()
@@ -122,7 +107,7 @@ def test_speculation_before_a_failure_of_the_worker_counts(at: int, device_class
         assert (counts.accepted - before, counts.dropped) == (at - 1, 0)  # the others were never speculated on
 
 
-@pytest.mark.parametrize("device_class", [ThreadDevice, DeferredDevice])
+@pytest.mark.parametrize("device_class", [overlap.ThreadDevice, overlap.DeferredDevice])
 def test_work_in_the_step_is_not_hidden(device_class: type[Device], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is its own master is updated there."""
     slow_down(monkeypatch, Transaction, "step", 0.02)
@@ -131,10 +116,6 @@ def test_work_in_the_step_is_not_hidden(device_class: type[Device], monkeypatch:
         counts = scheduler.statistics
         assert 0.06 <= counts.step_seconds <= time.perf_counter() - begin
         assert counts.hidden_share <= counts.worker_seconds / (counts.worker_seconds + 0.06) < 1.0
-
-
-def mixed_loss(model: nn.Module, seed: int) -> Tensor:
-    return 30 * (model[1:](model[0](batch(seed, torch.bfloat16)).float()) - 1).square().mean()
 
 
 def flat_bytes(parameters: list[nn.Parameter], dtype: torch.dtype | None = None) -> int:
@@ -162,7 +143,8 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
 
         def step(seed: int, factor: float = 1.0) -> tuple[int, int]:
             before = statistics.downloaded_bytes, statistics.uploaded_bytes
-            (mixed_loss(model, seed) * factor).backward()
+            shown = model[1:](model[0](batch(seed, torch.bfloat16)).float())
+            (30 * factor * (shown - 1).square().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
             return statistics.downloaded_bytes - before[0], statistics.uploaded_bytes - before[1]
@@ -214,7 +196,7 @@ def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_profiler_shows_the_parts_of_the_optimizer() -> None:
     with (
-        overlapped(steps=2, max_grad_norm=1.0, device=ThreadDevice()) as (model, optimizer, _),
+        overlapped(steps=2, max_grad_norm=1.0, device=overlap.ThreadDevice()) as (model, optimizer, _),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
     ):
         train(model, optimizer, range(2, 4))

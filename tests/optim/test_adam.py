@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, trained
-from support.visible import (
-    are_taken,
-    give_gradients,
-    parameter,
-    parameters_of,
-    refused,
-    speculate,
-    state_bits,
-    train,
-    visible,
-)
+from support.visible import are_taken, give_gradients, parameter, parameters_of, refused, state_bits, train, visible
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 
@@ -77,7 +67,7 @@ def test_questions_change_nothing(dtype: torch.dtype, question: str, is_spoiled:
 def test_question_about_other_gradients_leaves_open_speculation_alone() -> None:
     """The norm is that of what is in `.grad` at that moment; what was speculated on can come back."""
     optimizer, twin = trained(make(torch.bfloat16), [1]), trained(make(torch.bfloat16), [1])
-    speculate(optimizer, 2)
+    give_gradients(optimizer, 2, speculative=True)
     handles = [one.grad for one in parameters_of(optimizer)]
     for one in parameters_of(optimizer):
         one.grad = torch.full_like(one, 3.0)
@@ -126,7 +116,7 @@ def test_statistics_count_steps_and_parameters() -> None:
     for size in (1e-3, 1.0, math.nan):
         train(optimizer, 4, size, speculative=True)
     assert (counts.accepted, counts.respeculated, counts.dropped) == (2, 2, 2)
-    speculate(optimizer, 5)
+    give_gradients(optimizer, 5, speculative=True)
     optimizer.rollback()
     assert (counts.accepted, counts.respeculated, counts.dropped) == (2, 2, 4)
     assert (counts.committed, counts.clipped, counts.skipped, counts.steps) == (2, 2, 2, 6)
@@ -198,11 +188,14 @@ FATES: dict[str, tuple[Callable[[SpeculativeCPUAdam], object], tuple[int, int, i
     "one was replaced": (_first_gradient(lambda one: setattr(one, "grad", torch.ones_like(one))), (1, 0, 1)),
     "one was scaled": (_first_gradient(lambda one: one.grad.mul_(0.5)), (1, 1, 0)),
     "one is NaN": (_first_gradient(lambda one: one.grad.mul_(math.nan)), (0, 0, 2)),
-    "another gradient": (lambda optimizer: speculate(optimizer, 3), (2, 0, 2)),
+    "another gradient": (lambda one: give_gradients(one, 3, speculative=True), (2, 0, 2)),
     "zero_grad": (SpeculativeCPUAdam.zero_grad, (0, 0, 2)),
     "rollback": (SpeculativeCPUAdam.rollback, (0, 0, 2)),
     "added group": (lambda optimizer: optimizer.add_param_group({"params": [parameter(3)]}), (0, 0, 2)),
-    "added group, another gradient": (lambda one: (FATES["added group"][0](one), speculate(one, 3)), (2, 0, 2)),
+    "added group, another gradient": (
+        lambda one: [FATES[name][0](one) for name in ("added group", "another gradient")],
+        (2, 0, 2),
+    ),
     "scheduler": (lambda one: OffloadScheduler(one, torch.nn.ParameterList(parameters_of(one))).close(), (0, 0, 2)),
     "loaded": (lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()), (0, 0, 2)),
 }

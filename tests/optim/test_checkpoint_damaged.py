@@ -18,9 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.optimizers import PAIRS
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, train, visible
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam import SpeculativeCPUAdamW
 from superadam.optim import checkpoint
 from superadam.state.parameter import differing
 
@@ -30,10 +31,8 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
-PAIRS: dict[type[torch.optim.Optimizer], Any] = {
-    SpeculativeCPUAdam: torch.optim.Adam,
-    SpeculativeCPUAdamW: torch.optim.AdamW,
-}
+TORCHS = dict(PAIRS)
+"""Torch's class for each of ours."""
 
 
 class Uncopied:
@@ -231,7 +230,7 @@ def loaded_by_torch(cls: Any, saved: dict, parameters: list[torch.Tensor]) -> An
 @pytest.mark.slow
 @settings(max_examples=3 * settings().max_examples)
 @given(
-    cls=st.sampled_from(sorted(PAIRS, key=str)),
+    cls=st.sampled_from(sorted(TORCHS, key=str)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     amsgrad=st.booleans(),
     is_of_torch=st.booleans(),
@@ -241,7 +240,7 @@ def loaded_by_torch(cls: Any, saved: dict, parameters: list[torch.Tensor]) -> An
     ),
 )
 def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad, is_of_torch, is_open, mutations):
-    source = make(PAIRS[cls] if is_of_torch else cls, dtype, amsgrad=amsgrad)
+    source = make(TORCHS[cls] if is_of_torch else cls, dtype, amsgrad=amsgrad)
     for seed in range(2):
         train(source, seed)
     saved = damaged(copy.deepcopy(source.state_dict()), mutations)
@@ -268,7 +267,7 @@ def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad
             train(one, 7, speculative=True)
         assert visible(optimizer) == visible(twin)
         return
-    reference = loaded_by_torch(PAIRS[cls], saved, own)
+    reference = loaded_by_torch(TORCHS[cls], saved, own)
     pairs = list(zip(parameters_of(optimizer), parameters_of(reference), strict=True))
     for p, master in pairs:
         assert bits(p) == bits(master.to(dtype))

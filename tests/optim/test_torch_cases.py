@@ -6,27 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, make, trained
+from support.optimizers import EACH_DTYPE, PAIRS, make, trained
 from support.visible import bits, entry_bits, give_gradients, parameter, parameters_of, state_bits, train
-from torch.testing._internal.common_optimizers import (
-    optim_db,
-    optim_error_inputs_func_adam,
-    optim_error_inputs_func_adamw,
-    optim_inputs_func_adam,
-    optim_inputs_func_adamw,
-)
+from torch.testing._internal.common_optimizers import optim_db
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
-
-CASES = {
-    "Adam": (SpeculativeCPUAdam, torch.optim.Adam, optim_inputs_func_adam, optim_error_inputs_func_adam),
-    "AdamW": (SpeculativeCPUAdamW, torch.optim.AdamW, optim_inputs_func_adamw, optim_error_inputs_func_adamw),
-}
+INFOS = {info.optim_cls: info for info in optim_db}
+CASES = {theirs.__name__: (ours, theirs, INFOS[theirs]) for ours, theirs in PAIRS}
 
 
 def options_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Any]]:
     """Return constructor arguments by description; MPS and CUDA add their own, with tensors on the CPU all the same."""
-    return {one.desc: one.kwargs for device in ("cpu", "mps", "cuda") for one in CASES[name][2](device, dtype)}
+    inputs = CASES[name][2].optim_inputs_func
+    return {one.desc: one.kwargs for device in ("cpu", "mps", "cuda") for one in inputs(device, dtype)}
 
 
 CONFIGURATIONS = [(name, description) for name in CASES for description in options_of(name)]
@@ -63,7 +54,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
     @EACH_DTYPE
     def test_configuration_has_the_bits_of_torch(name, description, speculative, dtype):
         """A working copy has the rounded ones of torch's run in fp32."""
-        ours, theirs, _, _ = CASES[name]
+        ours, theirs, _ = CASES[name]
         options, wide = options_of(name, dtype)[description], torch.promote_types(dtype, torch.float32)
         optimizer = ours([parameter(64, dtype=dtype), parameter(16, 12, dtype=dtype, seed=1)], **options)
         masters = [torch.nn.Parameter(p.detach().to(wide, copy=True)) for p in parameters_of(optimizer)]
@@ -104,11 +95,11 @@ def test_every_refusal_is_a_configuration_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("index", range(len(optim_error_inputs_func_adam("cpu", torch.float32))))
+@pytest.mark.parametrize("index", range(len(INFOS[torch.optim.Adam].optim_error_inputs_func("cpu", torch.float32))))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bad_input_is_refused_as_by_torch(name: str, index: int, dtype: torch.dtype) -> None:
-    ours, theirs, _, errors = CASES[name]
-    case = errors("cpu", dtype)[index]
+    ours, theirs, info = CASES[name]
+    case = info.optim_error_inputs_func("cpu", dtype)[index]
     given = case.optimizer_error_input
     params = [parameter(3, dtype=dtype)] if given.params is None else given.params
     expect = pytest.warns if issubclass(case.error_type, Warning) else pytest.raises
@@ -145,8 +136,7 @@ def test_meta_gradients_are_refused(name: str) -> None:
 
 @ACCEPTED
 def test_state_dict_is_older_than_any_of_the_later_flags(name: str, description: str) -> None:
-    (info,) = [one for one in optim_db if one.optim_cls is CASES[name][1]]
-    flags = [*info.not_og_supported_flags, "decoupled_weight_decay"]
+    flags = [*CASES[name][2].not_og_supported_flags, "decoupled_weight_decay"]
     source = trained(make(cls=CASES[name][0], **options_of(name)[description]))
     for count in range(len(flags) + 1):
         saved = copy.deepcopy(source.state_dict())

@@ -43,10 +43,6 @@ def test_every_scheduler_of_torch_is_here() -> None:
     assert SCHEDULERS.keys() == {*lr_scheduler.__all__, "SWALR"} - {"LRScheduler"}
 
 
-def _lr(is_tensor: bool) -> Any:
-    return torch.tensor(0.01, dtype=torch.float64) if is_tensor else 0.01
-
-
 def test_a_rate_that_a_scheduler_takes_below_zero_counts_as_in_torch() -> None:
     first, second = (kind([parameter(64)], fused=True) for kind in (SpeculativeCPUAdamW, torch.optim.AdamW))
     schedulers = [lr_scheduler.LambdaLR(one, lambda epoch: 1 - epoch) for one in (first, second)]
@@ -69,8 +65,9 @@ def test_schedulers(name: str, is_tensor: bool, speculative: bool, dtype: torch.
 
     Copies of scheduler and optimizer, and others that load their state in the middle, go on as if never stopped.
     """
-    optimizer, other = (make(dtype, lr=_lr(is_tensor)) for _ in range(2))
-    reference, twin = make(cls=torch.optim.AdamW, lr=_lr(is_tensor)), make(dtype)
+    lr = torch.tensor(0.01, dtype=torch.float64) if is_tensor else 0.01
+    optimizer, other = (make(dtype, lr=copy.deepcopy(lr)) for _ in range(2))
+    reference, twin = make(cls=torch.optim.AdamW, lr=copy.deepcopy(lr)), make(dtype)
     scheduler, its_scheduler, second = (SCHEDULERS[name](one) for one in (optimizer, reference, other))
     scheduled = [(reference, its_scheduler), (optimizer, scheduler)]
     rates = set()

@@ -59,30 +59,27 @@ def test_expanded_parameter_is_refused() -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def _replaced(gradient: Tensor) -> Callable[[Tensor], Tensor]:
+def _replaced(gradient: Tensor) -> Callable[[Tensor], None]:
     """Put a gradient past the checks of `.grad = `."""
 
-    def spoil(one: Tensor) -> Tensor:
+    def spoil(one: Tensor) -> None:
         one.grad = torch.ones_like(one)
         one.grad.data = gradient
-        return one
 
     return spoil
 
 
-def _double(one: Tensor) -> Tensor:
+def _double(one: Tensor) -> None:
     one.data = one.data.double()
     one.grad = torch.ones_like(one)
     one.grad.data = torch.ones(4, 4)
-    return one
 
 
-def _sparse(one: Tensor) -> Tensor:
+def _sparse(one: Tensor) -> None:
     torch.nn.functional.embedding(torch.tensor([1]), one, sparse=True).sum().backward()
-    return one
 
 
-BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
+BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], None], type[Exception], str]] = {
     "another shape": (_replaced(torch.ones(4, 5)), ValueError, r"has shape \(4, 5\), expected .*\(4, 4\)"),
     "as many elements": (_replaced(torch.ones(16)), ValueError, r"has shape \(16,\), expected .*\(4, 4\)"),
     "float64": (_replaced(torch.ones(4, 4).double()), TypeError, "is torch.float64, expected float32, bfloat16"),

@@ -106,11 +106,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def in_memory_order(values: Tensor) -> Tensor:
-    """Return a view with the elements in the order of their memory."""
-    return values.permute(sorted(range(values.dim()), key=lambda dim: -values.stride(dim)))
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -125,7 +120,8 @@ def test_a_write_to_a_sampled_element_of_any_working_copy_is_found(dtype, layout
     place = data.draw(st.sampled_from(sampled_places(math.prod(shapes[row]))))
     for one in (optimizer, twin):
         train(one, 1, speculative=one is optimizer)
-        memory = in_memory_order(parameters_of(one)[row].data if one is optimizer else parameters_of(one)[row].detach())
+        values = parameters_of(one)[row].data if one is optimizer else parameters_of(one)[row].detach()
+        memory = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
         memory[np.unravel_index(place, tuple(memory.shape))] += 1
         train(one, 2, speculative=one is optimizer)
     assert state_bits(optimizer) == state_bits(twin)
