@@ -159,7 +159,7 @@ def test_a_full_device_bounds_the_choice() -> None:
 
 @pytest.mark.parametrize("bucket_numel", [1, 700, 1000, 1500, 10**6])
 @given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(0, 30_000), st.sampled_from([1e-9, 1e-3, 1.0])
+    st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(0, 30_000), st.sampled_from([1e-9, 1e-3, 1e6])
 )
 def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: int, seconds: float) -> None:
     """Also after rounding to whole buckets and whole parameters."""
@@ -168,7 +168,7 @@ def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: i
     placement = steps.choose(seconds_per_element=seconds)
     kept = sum(one.shape.numel() for one in last_pieces(steps.autotuner.order, placement))
     assert kept * BYTES_PER_ELEMENT <= device.free * FREE_SHARE
-    if seconds == 1.0 and free_elements >= sum(sizes):
+    if seconds == 1e6 and free_elements >= sum(sizes):  # none hides behind the others' backward
         assert kept >= sum(sizes) - bucket_numel
     if seconds == 1e-9 and len(sizes) > 1:
         assert kept == 0

@@ -1079,7 +1079,7 @@ def exception_in_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
     if step % 2:
         optimizer.param_groups[0]["lr"] = math.nan
-        with pytest.raises(ValueError, match="lr"):
+        with pytest.raises(ValueError, match="learning rate"):
             optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.01
     else:
