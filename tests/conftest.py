@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,13 @@ def fresh_native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for variable in ("SUPERADAM_ISA", "SUPERADAM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
     return monkeypatch
+
+
+@pytest.fixture(autouse=True)
+def _no_section_stays_open() -> Iterator[None]:
+    """A test that leaves one open would let finalizers run inside those of later tests."""
+    yield
+    assert getattr(signal.getsignal(signal.SIGINT), "__name__", "") != "note"
 
 
 @pytest.fixture(autouse=True, scope="module")
