@@ -24,5 +24,5 @@ def positive(text: str) -> float:
 def new_file(text: str) -> Path:
     """Return the path of a file that is or can be in a folder that exists."""
     if (path := Path(text)).is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder, or is in a directory that does not exist; name a file")
+        raise argparse.ArgumentTypeError(f"{text} is no file, or is in a directory that does not exist; name one")
     return path

@@ -154,7 +154,6 @@ class Row:
 
     Attributes:
         parameters, layers: of the model, in bf16.
-        ratio: of backward's time to that, about what was asked for.
         adam_seconds: of a plain step on all threads: the median of the row's turns.
         passes: seconds of an element in each pass of the kernels, by the names that `superadam plan` has for them.
         backward_seconds, forward_seconds: of the device.
@@ -166,7 +165,6 @@ class Row:
 
     parameters: int
     layers: int
-    ratio: float
     adam_seconds: float
     passes: dict[str, float]
     backward_seconds: float
@@ -180,6 +178,11 @@ class Row:
     placements: list[SideResult]
     after_backward: SideResult
     torch: SideResult
+
+    @property
+    def ratio(self) -> float:
+        """Of backward's time to Adam's, about what was asked for."""
+        return self.backward_seconds / self.adam_seconds
 
     @property
     def best(self) -> SideResult:
@@ -270,7 +273,7 @@ def _row(
 ) -> Row:
     threads, total = settings.threads, sum(gradients.numels)
     plain: list[float] = []
-    adam, timed_step = _seconds_of(plain_steps[0]), functools.partial(timeit.repeat, plain_steps[0], repeat=1, number=1)
+    adam, timed_step = _seconds_of(plain_steps[0]), functools.partial(timeit.timeit, plain_steps[0], number=1)
     free_bytes = int((KEPT_SHARE * total / FREE_SHARE + 1) * (bytes_of_state() + torch.bfloat16.itemsize))
     for model in models:
         model.device = PacedDevice(H200, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
@@ -303,7 +306,7 @@ def _row(
             Side(name, models[2], functools.partial(step, models[2]))
             for name, step in (
                 ("clock", _drop_gradients),
-                ("no overlap", functools.partial(_step_after_backward, lambda: plain.extend(timed_step()))),
+                ("no overlap", functools.partial(_step_after_backward, lambda: plain.append(timed_step()))),
                 ("torch", functools.partial(_step_after_backward, plain_steps[1])),
             )
         )
@@ -321,7 +324,6 @@ def _row(
         return Row(
             parameters=total,
             layers=len(gradients.numels),
-            ratio=clock.model.backward_seconds / adam,
             adam_seconds=adam,
             passes=seconds_of_passes(min(total, MOST_OF_PASSES), threads),
             backward_seconds=clock.model.backward_seconds,

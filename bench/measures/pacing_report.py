@@ -89,5 +89,5 @@ def to_json(environment: Mapping[str, Any], settings: Settings, rows: Sequence[R
         "environment": environment,
         "rates": dataclasses.asdict(H200),
         **dataclasses.asdict(settings),
-        "rows": [dataclasses.asdict(row) | {"best": row.best.placement} for row in rows],
+        "rows": [dataclasses.asdict(row) | {"ratio": row.ratio, "best": row.best.placement} for row in rows],
     }

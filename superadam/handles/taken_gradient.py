@@ -264,7 +264,7 @@ class TakenGradient:
             return exact
 
     def unscaled(self) -> Tensor:
-        """Return what `exact` does, without factors, for who need not wait for `arrived`."""
+        """Return what `exact` does, without factors, for those who need not wait for `arrived`."""
         return self._as_it_was(self.pending, self.exact_dtype)
 
     def scaled(self) -> Tensor:

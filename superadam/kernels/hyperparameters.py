@@ -44,6 +44,7 @@ class Hyperparameters:
     amsgrad: bool
     maximize: bool
     decoupled_weight_decay: bool
+    lr_sign: float = 1.0  # by which 0.0 and -0.0 differ, which are equal
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.lr):  # schedulers may go below 0
@@ -64,10 +65,10 @@ class Hyperparameters:
             raise ValueError(f"Invalid betas: {described(betas)}; expected a pair of numbers")
         lr, eps, weight_decay, *flags = _others(group)
         raw = (lr, *betas, eps, weight_decay, *flags)
-        if tuple(map(type, raw)) == _USUAL_TYPES and lr:  # to a cache, 0.0 and -0.0 are the same
-            return _hyperparameters(*raw)
+        if tuple(map(type, raw)) == _USUAL_TYPES:
+            return _hyperparameters(*raw, math.copysign(1.0, lr))
         parsed: list[Any] = [_number(*named) for named in zip(_NUMBERS, raw, strict=False)]
-        return Hyperparameters(*parsed, *map(_flag, _FLAGS, raw[len(_NUMBERS) :]))
+        return Hyperparameters(*parsed, *[*map(_flag, _FLAGS, flags), math.copysign(1.0, parsed[0])])
 
 
 _hyperparameters = functools.lru_cache(maxsize=256)(Hyperparameters)

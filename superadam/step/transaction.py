@@ -374,14 +374,8 @@ class Transaction:
                 if contribution.scale.factor != 1.0:
                     contribution.apply_factors(products)
                 contribution.scale = Scale(clip)
-            pending, hyper = contribution.pending, contribution.hyper
-            if (
-                pending is None
-                or pending.slot is None
-                or pending.is_stale
-                or pending.hyper != hyper
-                or math.copysign(1.0, pending.hyper.lr) != math.copysign(1.0, hyper.lr)  # of 0.0 and -0.0
-            ):
+            pending = contribution.pending
+            if pending is None or pending.slot is None or pending.is_stale or pending.hyper != contribution.hyper:
                 rest.append(contribution)
             elif pending.scale == contribution.scale:
                 accepted.append(contribution)

@@ -21,6 +21,7 @@ from superadam.plan.events import Passes
 @pytest.mark.slow
 def test_pace_prints_every_side_and_writes_json(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(pacing, "CLIP_EVERY", 4)  # no more iterations than one of each kind needs
+    monkeypatch.setattr(pacing.timeit, "timeit", lambda action, number: (action(), 2e-3)[1])  # Adam in a row's turns
     monkeypatch.setenv("COLUMNS", "80")
     target = tmp_path / "pacing.json"
     before = torch.get_num_threads(), native.get_num_threads()
@@ -37,9 +38,8 @@ def test_pace_prints_every_side_and_writes_json(monkeypatch, capsys, tmp_path):
     assert read["threads"] == 2
     for row in read["rows"]:
         assert (row["parameters"], row["layers"]) == (4096, 4)
-        assert row["ratio"] == row["backward_seconds"] / row["adam_seconds"]  # as it was in the row's own turns
+        assert (row["adam_seconds"], row["ratio"]) == (2e-3, row["backward_seconds"] / 2e-3)
         assert set(row["passes"]) == {field.name for field in dataclasses.fields(Passes)}
-        assert min(row["passes"].values()) > 0.0
         clock = row["clock"]["seconds"]["median"]
         assert clock >= 0.999 * (row["forward_seconds"] + row["backward_seconds"])  # sums of differences of times
         assert row["clock"]["over_clock"] == 1.0

@@ -1,5 +1,6 @@
 """Published figures: every row is in the table, and documents and presets have what the commands print."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,33 @@ def test_presets_say_what_a_plan_expects(name: str) -> None:
     row, line = published.expectation(name)
     assert row in PAGE
     assert line in (ROOT / "examples" / "presets" / f"{name}.yaml").read_text()
+
+
+def over_clock(pattern: str) -> list[tuple[float, ...]]:
+    """Return iterations over the clock, each with "auto", with no state on the device, and with torch's Adam.
+
+    Of rows whose backward lasts within a fifth of Adam's time, as the step without overlap of their own turns shows it.
+    """
+    found = []
+    for path in (ROOT / "bench" / "results").glob(pattern):
+        results = json.loads(path.read_text())
+        for row in results["rows"]:
+            sides = row["after_backward"], row["clock"]
+            after, alone = (side.get("typical_seconds") or side["seconds"]["median"] for side in sides)
+            copies = 2 * row["parameters"] * sum(1 / results["rates"][way] for way in ("download", "upload"))
+            if 0.8 < row["backward_seconds"] / (after - alone - copies) < 1.2:
+                zero = next(side for side in row["placements"] if side["placement"] == "0 16Mi 2")
+                found.append([side["over_clock"] for side in (row["auto"], zero, row["torch"])])
+    return [*zip(*found, strict=True)]
+
+
+def test_first_figures_of_the_readme_are_those_of_all_machines() -> None:
+    words = " ".join((ROOT / "README.md").read_text().split())
+    plain, clipped = (over_clock(pattern) for pattern in ("*-pace.json", "*-pace-clipped.json"))
+    told = [f"{min(each):.2f} to {max(each):.2f}" for each in (plain[0], clipped[0], plain[1], clipped[1])]
+    torchs = [f"{choose(plain[2] + clipped[2]):.1f}" for choose in (min, max)]
+    assert f"takes {told[0]} times forward and backward alone if no step is clipped and {told[1]} if all are" in words
+    assert f"({told[2]} and {told[3]} with no state on the GPU), and {' to '.join(torchs)} with torch's Adam" in words
 
 
 def test_bounds_that_no_schedule_can_break() -> None:

@@ -264,6 +264,12 @@ def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(folder, whol
     assert digests(out) == digests(whole[0])
 
 
+def test_a_run_that_was_resumed_tells_its_own_rate(capsys):
+    history = [{"num_tokens": 900.0}, {"num_tokens": 100.0}, {"train_runtime": 2.0}]
+    runpy.run_path(str(SCRIPT))["report"](mock.Mock(**{"state.log_history": history}))
+    assert capsys.readouterr().out.endswith("; 50 tokens/s\n")
+
+
 def test_a_model_alone_is_no_run_to_go_on_with(folder):
     out, words = folder / "alone", ["--save_only_model=true"]
     with preempted():

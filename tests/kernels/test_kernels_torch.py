@@ -33,7 +33,7 @@ class TorchAdam:
     def __init__(self, hyper: Hyperparameters, p: np.ndarray, **options: Any) -> None:
         self.parameter = torch.nn.Parameter(torch.from_numpy(p.copy()))
         options |= asdict(hyper)
-        options["betas"] = options.pop("beta1"), options.pop("beta2")
+        options["betas"], _ = (options.pop("beta1"), options.pop("beta2")), options.pop("lr_sign")
         kind = torch.optim.AdamW if options.pop("decoupled_weight_decay") else torch.optim.Adam
         self._optimizer = kind([self.parameter], **options | {"lr": 1.0})
         self._optimizer.param_groups[0]["lr"] = hyper.lr  # which the constructor refuses below 0

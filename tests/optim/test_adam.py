@@ -246,6 +246,21 @@ def test_foreign_parameter_is_refused() -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
+def test_more_than_a_thousand_tiny_parameters() -> None:
+    """3000 parameters of one element make the steps of one parameter of 1500."""
+    whole = SpeculativeCPUAdamW([parameter(1500)])
+    pieces = SpeculativeCPUAdamW([torch.nn.Parameter(piece) for piece in parameter(1500).detach().clone().split(1)])
+    for seed in range(2):
+        give_gradients(whole, seed)
+        for one, piece in zip(parameters_of(pieces), parameters_of(whole)[0].grad.split(1), strict=True):
+            one.grad = piece.clone()
+        whole.step()
+        pieces.step()
+    found, (expected,) = torch.cat([one.detach() for one in parameters_of(pieces)]), parameters_of(whole)
+    assert torch.equal(found.view(torch.int32), expected.detach().view(torch.int32))
+
+
 @pytest.mark.parametrize("speculative", [False, True])
 @pytest.mark.parametrize("limit", [0.5, 0.0])
 def test_clip_grad_norm_sets_the_limit_of_one_step(speculative: bool, limit: float) -> None:

@@ -74,11 +74,11 @@ def median_error(pattern: str, least: float, most: float = 1e9, *, is_measured: 
 
 def test_events_agree_with_the_scheduler() -> None:
     """On each machine whose results are stored; nothing is fitted."""
-    for machine in ("epyc-2", "xeon-2", "xeon-cascade-lake"):
+    for machine in ("epyc-2", "xeon-2", "xeon-cascade-lake", "xeon-ice-lake"):
         assert median_error(f"{machine}*-pace.json", 1.0) < 0.03, machine
         assert median_error(f"{machine}*-pace.json", 0.0, 1.0) < 0.12, machine
         assert median_error(f"{machine}*pace-clipped*.json", 0.0) < 0.06, machine
-    for machine in ("xeon-2", "xeon-cascade-lake"):  # whose passes were measured
+    for machine in ("xeon-2", "xeon-cascade-lake", "xeon-ice-lake"):  # whose passes were measured
         assert median_error(f"{machine}*-pace.json", 1.0, is_measured=True) < 0.03, machine
         assert median_error(f"{machine}*-pace.json", 0.0, 1.0, is_measured=True) < 0.06, machine
 
