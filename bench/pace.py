@@ -94,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("warming up") as status:
         for row in pacing.measure(asked.parameters, asked.layers, asked.ratios, settings):
             rows.append(row)
-            status.update(f"{row.ratio:g} x Adam")
+            status.update(f"{row.ratio:.2f} x Adam")
             if asked.json is not None:
                 asked.json.write_text(json.dumps(pacing_report.to_json(here, settings, rows), indent=1) + "\n")
     console, where = Console(), f"{asked.threads} threads of {here['processor']}"

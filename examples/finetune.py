@@ -122,7 +122,7 @@ def report(trainer: SFTTrainer) -> None:
     """Print what the run took, and what the optimizer did."""
     history = trainer.state.log_history
     last = history[-1]
-    tokens = next((entry["num_tokens"] for entry in reversed(history) if "num_tokens" in entry), 0)  # of this run alone
+    tokens = next(filter(None, (log.get("num_tokens", log.get("eval_num_tokens")) for log in reversed(history))), 0)
     peaks = f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024e-9:.2f} GB"
     peaks += f", GPU {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if torch.cuda.is_available() else ""
     rate = f"; {tokens / max(last['train_runtime'], 1e-9):,.0f} tokens/s" if tokens else ""

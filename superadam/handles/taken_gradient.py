@@ -252,8 +252,7 @@ class TakenGradient:
     def exact(self) -> Tensor:
         """Return the same values in the dtype in which they count."""
         with self._lock():
-            self.ready()
-            exact = self.unscaled()
+            exact = self._as_it_was(self.ready(), self.exact_dtype)
             if not self.factors:
                 return exact
             if exact is self.pending:

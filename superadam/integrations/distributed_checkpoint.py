@@ -237,7 +237,7 @@ class _NewCheckpoint:
                 self._parameters = dict(zip(named, parameters_of(self.optimizer), strict=True))
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
-                seen = map(checkpoint_contents.seen, self._parameters.values() if self.ranks.size > 1 else ())
+                seen = map(checkpoint_contents.seen, model.parameters() if self.ranks.size > 1 else ())
                 return [(group["params"], group.get("param_names")) for group in values["param_groups"]], [*seen]
 
         self.ranks.require_alike(*self.ranks.run(read))

@@ -191,7 +191,7 @@ class Binding(GradientHolder):
             self._forget_binding()
             self.process_group = process_group
             if self.ranks is not None:
-                self.ranks.world = None  # of another group, in which calls are counted anew
+                self.ranks.world = lambda: None  # of another group, in which calls are counted anew
 
     @contextmanager
     def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
@@ -204,7 +204,7 @@ class Binding(GradientHolder):
             yield
         except Exception:
             ranks = self.ranks
-            if ranks is None or ranks.world is None:  # the first binding failed
+            if ranks is None or (self._transaction is None and ranks.world() is not dist.group.WORLD):  # first binding
                 ranks, parameters = None, _parameters_of(groups)
                 with suppress(ValueError):
                     ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), self.ranks, self.process_group)

@@ -101,9 +101,8 @@ def _is_dense(value: object, shape: torch.Size) -> bool:
 
 def local_entry(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
     """Return a copy of an entry with this rank's parts of its tensors, which must be distributed as the parameter."""
-    parts, master = dict(entry), entry.get("master")
-    if isinstance(master, dict) and not master:  # as torch.distributed.checkpoint has it for what a flat one lacks
-        del parts["master"]
+    # torch.distributed.checkpoint has an empty dict for what a flattened one lacks.
+    parts = {key: value for key, value in entry.items() if key not in TENSORS or not isinstance(value, dict) or value}
     for key in TENSORS if state.is_distributed else ():
         value = entry.get(key)
         if isinstance(value, Tensor):

@@ -406,7 +406,6 @@ class ParameterState(Piece):
             self.put(arrays)
         return is_changed or not in_place
 
-    @torch.no_grad()
     def adopt(self, key: str, values: Tensor, before: Tensor | None = None) -> bool:
         """Store those elements that differ from the state's, as rounded to the dtype of `values`; return if any do.
 

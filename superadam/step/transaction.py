@@ -272,30 +272,27 @@ class Transaction:
         self._drop(self.in_phase(Phase.SPECULATED))
         table, rows, runs = self.table, gradients.rows, gradients.runs
         segments, coefficients = gradients.job(table), CoefficientTable()
-        if self.ranks is None and table.is_reached(rows) and table.are_ready(rows, runs):
-            segments["coefficients"] = table.indices_of_next_step(rows, runs, Scale(), coefficients)
-            count = table.prepared_count(rows)
-            limit = math.inf if max_norm is None else max_norm
-            try:
+        try:
+            if self.ranks is None and table.is_reached(rows) and table.are_ready(rows, runs):
+                segments["coefficients"] = table.indices_of_next_step(rows, runs, Scale(), coefficients)
+                count = table.prepared_count(rows)
+                limit = math.inf if max_norm is None else max_norm
                 verdict = native.step(segments, coefficients.array(), table.norm.sums, table.norm.nonfinite, limit)
-            finally:
-                table.norm.clear()
-            outcome = outcome_of(verdict.norm, verdict.nonfinite, verdict.clip)
-            self.statistics.norm_seconds += verdict.seconds
-            begin += verdict.seconds
-        else:
-            try:
+                outcome = outcome_of(verdict.norm, verdict.nonfinite, verdict.clip)
+                self.statistics.norm_seconds += verdict.seconds
+                begin += verdict.seconds
+            else:
                 table.compute_norm(segments)
                 outcome = judge(self._over_ranks(Question.STEP, table.norm, max_norm), max_norm)
-            finally:
-                table.norm.clear()
-            begin = self._spent("norm_seconds", begin)
-            if outcome.kind is not StepKind.SKIPPED:
-                if self._make_ready(gradients.states, rows, runs):
-                    segments = gradients.job(table)
-                indices = table.indices_of_next_step(rows, runs, Scale(outcome.clip_coefficient), coefficients)
-                count = table.prepared_count(rows)
-                table.prepared_update(rows, segments, coefficients, indices)()
+                begin = self._spent("norm_seconds", begin)
+                if outcome.kind is not StepKind.SKIPPED:
+                    if self._make_ready(gradients.states, rows, runs):
+                        segments = gradients.job(table)
+                    indices = table.indices_of_next_step(rows, runs, Scale(outcome.clip_coefficient), coefficients)
+                    count = table.prepared_count(rows)
+                    table.prepared_update(rows, segments, coefficients, indices)()
+        finally:
+            table.norm.clear()
         if outcome.kind is not StepKind.SKIPPED:
             count()
             tell("timing a step", self._spent, "update_seconds", begin)
@@ -309,14 +306,14 @@ class Transaction:
             if isinstance(gradient, Tensor):
                 contributions += [_Contribution(piece, hyper, piece.elements_of(gradient)) for piece in state.pieces]
                 continue
-            scale = gradient.scale() if gradient.factors else 1.0
+            scale = gradient.scale()
             for piece in state.pieces:
                 pending = piece.pending if piece.waits_with(gradient) else None
                 values = gradient.ready() if pending is None else pending.gradient
                 contribution = _Contribution(piece, hyper, values, Scale(), gradient, pending is not None, pending)
                 if pending is None or scale is None:
                     contribution.apply_factors(products)
-                elif gradient.factors:
+                else:
                     contribution.scale = Scale.recorded(scale, gradient.exact_dtype)
                 if pending is not None:
                     del others[piece]

@@ -307,7 +307,8 @@ def test_what_a_handler_raises_in_a_step_keeps_no_rank_from_it(rank):
 
 @on_ranks(2)
 def test_ranks_that_begin_anew_count_their_calls_anew(rank, tmp_path):
-    optimizer = SpeculativeCPUAdamW([cut(4)])
+    """Also if the first one cannot be made on one of them."""
+    optimizer = SpeculativeCPUAdamW([cut(4), ordinary := nn.Parameter(torch.zeros(3))])
     saved = optimizer.state_dict()
     optimizer.step()
     if rank:
@@ -318,6 +319,11 @@ def test_ranks_that_begin_anew_count_their_calls_anew(rank, tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     optimizer.load_state_dict(saved)
+    if rank:
+        ordinary.data = torch.zeros(1).expand(3)
+    kind, words = (ValueError, "expanded") if rank else (RuntimeError, r"failed on ranks \[1\]")
+    raises(kind, words, optimizer.step)
+    ordinary.data = torch.zeros(3)
     optimizer.param_groups[0]["lr"] = math.nan if rank else 0.1
     kind, words = (ValueError, "Invalid learning rate: nan") if rank else (RuntimeError, r"failed on ranks \[1\]")
     raises(kind, words, optimizer.step)

@@ -265,7 +265,8 @@ def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(folder, whol
 
 
 def test_a_run_that_was_resumed_tells_its_own_rate(capsys):
-    history = [{"num_tokens": 900.0}, {"num_tokens": 100.0}, {"train_runtime": 2.0}]
+    """Its last count may be that of an evaluation."""
+    history = [{"num_tokens": 900.0}, {"num_tokens": 60.0}, {"eval_num_tokens": 100.0}, {"train_runtime": 2.0}]
     runpy.run_path(str(SCRIPT))["report"](mock.Mock(**{"state.log_history": history}))
     assert capsys.readouterr().out.endswith("; 50 tokens/s\n")
 

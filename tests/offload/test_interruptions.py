@@ -466,7 +466,8 @@ def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, 
         try:
             return struck(lambda: optimizer.load_state_dict(state), at, strike, (adam_module.__file__,))
         finally:
-            _signals.forget()  # a section that was left at its very end, as no signal leaves it
+            if strike is interrupt:
+                _signals.forget()  # a section that was left at its very end, as no signal leaves it
 
     lines = load(1)
     assert lines > 20

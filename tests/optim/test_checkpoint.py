@@ -515,11 +515,13 @@ def test_decay_of_adamw_stays_decoupled_whatever_is_loaded() -> None:
         assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
 @EACH_DTYPE
-def test_flattened_checkpoint_of_torch_loads(dtype: torch.dtype) -> None:
-    """torch gives an empty dict for each key that it lacks; masters come with the next step."""
+def test_flattened_checkpoint_of_torch_loads(dtype: torch.dtype, amsgrad: bool) -> None:
+    """torch gives an empty dict for each key that it lacks; masters and maxima come with the next step."""
     model = torch.nn.Linear(64, 2).to(dtype)
-    theirs, ours = (cls(model.parameters(), lr=0.1) for cls in (torch.optim.AdamW, SpeculativeCPUAdamW))
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ours = SpeculativeCPUAdamW(model.parameters(), lr=0.1, amsgrad=amsgrad)
     model(torch.ones(1, 64, dtype=dtype)).sum().backward()
     theirs.step()
     theirs.zero_grad()

@@ -13,7 +13,7 @@ from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
 from superadam.plan.activations import FORWARD, HEAD
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
-from superadam.plan.machines import Kind, Machine
+from superadam.plan.machines import Machine
 from superadam.plan.memory import MOST_TOKENS, SIZE, Memory, Setting, Subject, memory_of, placement_of, total
 
 EFFICIENCIES = (0.45, 0.55, 0.65)
@@ -64,12 +64,6 @@ class Answer:
     timings: Sequence[Timing]
     remedies: Sequence[Remedy]
     gains: Mapping[str, float]  # factors of tokens per second, by the change in words
-
-    @property
-    def kind_of_memory(self) -> Kind:
-        """How far the sums can be trusted: the tensors are exact, the allowances are the machine's."""
-        kinds = (self.machine.gpu_reserved.kind, self.machine.host_reserved.kind)
-        return Kind.ASSUMED if self.setting.ranks > 1 else max(kinds, key=list(Kind).index)
 
 
 def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:

@@ -49,11 +49,10 @@ def memory_table(answer: Answer) -> Table:
             parts = ", ".join(
                 f"{name} {each / 1e9:.1f}{LETTERS[_kind(answer, name)]}" for name, each in categories.items() if each
             )
+            kind = max((_kind(answer, name) for name, each in categories.items() if each), key=list(Kind).index)
             style = "" if size <= limit.value else "bold red"
             of = f"{limit.value / 1e9:.1f}{LETTERS[limit.kind]}"
-            table.add_row(
-                f"{place}, {stage}", f"{size / 1e9:.1f}{LETTERS[answer.kind_of_memory]}", of, parts, style=style
-            )
+            table.add_row(f"{place}, {stage}", f"{size / 1e9:.1f}{LETTERS[kind]}", of, parts, style=style)
     return table
 
 
@@ -184,7 +183,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "gpu_limit": marked(memory.gpu_limit, machine.gpu_memory.kind),
         "host_bytes": by_stage(memory.host),
         "host_limit": marked(memory.host_limit, machine.host_memory.kind),
-        "new_values_on_host": marked(memory.waiting, answer.kind_of_memory),
+        "new_values_on_host": marked(memory.waiting, Kind.ASSUMED),
         "trains": memory.trains,
         "resumes": memory.resumes,
         "verdict": list(verdict(answer)),
