@@ -30,7 +30,7 @@ def writable(option: str, path: Path | None) -> None:
 
 def count(word: str) -> int:
     """Return a number from 1 on that C's integers hold."""
-    if not 0 < (value := int(word)) < 1 << 31:
+    if not (word.isdecimal() and 0 < (value := int(word)) < 1 << 31):
         raise argparse.ArgumentTypeError(f"{word} is no number from 1 to {(1 << 31) - 1}, expected one")
     return value
 

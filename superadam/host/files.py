@@ -39,6 +39,9 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        error.filename = os.fspath(path)  # which the caller knows
+        raise
     finally:
         forks.call_in(process, part.unlink, True)
     synchronize(path.parent)  # the new name

@@ -7,6 +7,7 @@ import sys
 import torch
 from torch import nn
 
+from superadam.devices import Device
 from superadam.distributed.shards import is_distributed
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
@@ -72,6 +73,14 @@ def check_count(name: str, value: int | str, *, least: int = 1, may_be_auto: boo
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         expected = "'auto' or an integer" if may_be_auto else "an integer"
         raise ValueError(f"{name} is {value!r}, expected {expected} of at least {least}")
+
+
+def check_device(device: Device | None) -> None:
+    """Raise TypeError for what is no device of this package, as the name of one of torch's."""
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(
+            f"device is {device!r}, expected a superadam.devices.Device; leave it out, and the model's own is taken"
+        )
 
 
 def check_transfer_dtype(value: torch.dtype | str) -> None:

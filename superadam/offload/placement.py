@@ -253,8 +253,8 @@ class Autotuner:
         self._most = self.placement.gpu_buckets // 2
         self.placement, self._wanted = replace(self.placement, gpu_buckets=self._most), []
 
-    def place(self, placement: Placement) -> None:
-        """Change the placement, which is not automatic any more.
+    def place(self, placement: Placement, *, stays_automatic: bool) -> None:
+        """Change the placement; `stays_automatic`: as far as it was, the number of resident buckets is.
 
         Raises ValueError where buckets are to be resident but cannot be, or a worker would have to be created or ended;
         MemoryError where the device has no room for them.
@@ -265,7 +265,7 @@ class Autotuner:
                 f"num_threads is {placement.num_threads}, but the scheduler was made with "
                 f"{self.placement.num_threads}, and a worker can neither come nor go; make another scheduler"
             )
-        self._is_automatic = False
+        self._is_automatic &= stays_automatic
         self.placement = placement
 
     def _checked(self, placement: Placement) -> Placement:

@@ -30,7 +30,7 @@ from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
-from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
+from superadam.offload.arguments import check_count, check_device, check_model, check_transfer_dtype
 from superadam.offload.buckets import Bucket, Bucketer, Hooks, Marked, ReducedGroups
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
@@ -115,6 +115,7 @@ class OffloadScheduler(GradientHolder):
         check_count("gpu_buckets", gpu_buckets, least=0)
         check_count("num_threads", num_threads)
         check_transfer_dtype(transfer_dtype)
+        check_device(device)
         if missing:
             _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
         self.optimizer, self._binding, self._lock = optimizer, optimizer._binding, optimizer._binding._lock
@@ -325,6 +326,7 @@ class OffloadScheduler(GradientHolder):
             gpu_buckets, bucket_numel, num_threads: as for the constructor; None for no change.
 
         Raises:
+            RuntimeError: the scheduler was closed.
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
             MemoryError: the device cannot hold the state of this many buckets; nothing was changed.
         """
@@ -332,9 +334,10 @@ class OffloadScheduler(GradientHolder):
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
             check_count(name, value, least=0 if name == "gpu_buckets" else 1, may_be_auto=False)
+        self._check_open()
         with self._lock():
             self._catch_up()
-            self._autotuner.place(replace(self.placement, **changes))
+            self._autotuner.place(replace(self.placement, **changes), stays_automatic=gpu_buckets is None)
             self._apply_placement()
 
     def _apply_placement(self) -> None:

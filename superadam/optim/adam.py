@@ -335,16 +335,10 @@ class SpeculativeCPUAdam(Optimizer):
         """
         transaction = self._binding.bound(self.param_groups)
         table, hyper = transaction.table, hyper_by_row(self.param_groups)
-        asked: list[ParameterState] = []
-        for parameter in table.parameters if params is None else params:
-            state = table.state_of(parameter)
-            if state is None:
-                raise ValueError(
-                    "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
-                )
-            if parameter.grad is not None:
-                state.check_gradient(state.local_gradient(parameter.grad))
-            asked.append(state)
+        asked = table.states_of(params, "speculate()")
+        for state in asked:
+            if state.parameter.grad is not None:
+                state.check_gradient(state.local_gradient(state.parameter.grad))
         shared = shared_memory(table.parameters) if table.is_distributed else ()
         received = table.new_values.received
         gradients: dict[ParameterState, TakenGradient] = {}
@@ -468,15 +462,14 @@ class SpeculativeCPUAdam(Optimizer):
 
         Args:
             params: only these parameters; default all.
+
+        Raises:
+            ValueError: a parameter is not one of this optimizer's; nothing was changed.
         """
-        chosen = None if params is None else {id(parameter) for parameter in params}
         self._binding.catch_up()
         with deferred_signals():
             transaction = self._binding.bound_now(self.param_groups)
-            states = transaction.table.states
-            if chosen is not None:
-                states = [state for state in states if id(state.parameter) in chosen]
-            transaction.adopt_outside_writes(states)
+            transaction.adopt_outside_writes(transaction.table.states_of(params, "reload_masters()"))
 
     @_whole
     def state_dict(self) -> dict[str, Any]:
@@ -518,7 +511,7 @@ class SpeculativeCPUAdam(Optimizer):
         """
         if not isinstance(state_dict, dict):
             raise ValueError(
-                f"the state dict is a {type(state_dict).__name__}, expected a dict; "
+                f"the state dict is of type {type(state_dict).__name__}, expected a dict; "
                 "load what optimizer.state_dict() returned"
             )
         arriving: dict[Tensor, dict[str, Any]] = {}

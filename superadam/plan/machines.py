@@ -87,8 +87,10 @@ def read(name: str) -> Machine:
     except (ValueError, RecursionError) as error:
         raise UnplannableError(f"{name} cannot be read as TOML ({error}); correct it") from error
     known = {field.name: field.default is MISSING for field in fields(Machine)}  # whether it is needed
-    if wrong := sorted({*values} - known.keys() | {key for key in known if known[key] and key not in values}):
-        raise UnplannableError(f"{name} has or lacks {wrong[0]}, expected {', '.join(sorted(known))}; correct it")
+    if lacking := sorted(key for key in known if known[key] and key not in values):
+        raise UnplannableError(f"{name} lacks {lacking[0]}, expected {', '.join(filter(known.get, known))}; add it")
+    if unknown := sorted({*values} - known.keys()):
+        raise UnplannableError(f"{name} has {unknown[0]}, expected none but {', '.join(known)}; correct it")
     for key, kind in {"title": str, "one_memory": bool, "passes": dict}.items():
         if not isinstance(values.get(key, kind()), kind):
             raise UnplannableError(f"{key} of {name} is {values[key]!r}, expected a {kind.__name__}; correct it")

@@ -484,9 +484,14 @@ class ParameterState(Piece):
                 f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
                 f"{tuple(self.shape)}; recompute it"
             )
-        if not gradient.is_cpu and (gradient.is_meta or gradient.device != self.local.device):
+        if gradient.is_meta:
             raise ValueError(
-                f"the gradient of {self.name} is on {gradient.device}, expected values on the parameter's device "
+                f"the gradient of {self.name} is on the meta device and has no values, expected some; materialize the "
+                "model before training"
+            )
+        if not gradient.is_cpu and gradient.device != self.local.device:
+            raise ValueError(
+                f"the gradient of {self.name} is on {gradient.device}, expected it on the parameter's device "
                 f"{self.local.device} or on the CPU; move the model before the backward pass"
             )
 

@@ -255,6 +255,18 @@ class ParameterTable:
         """Return the state of a parameter; None if it has no row."""
         return self._states_by_id.get(id(parameter))
 
+    def states_of(self, parameters: Iterable[Tensor] | None, call: str) -> list[ParameterState]:
+        """Return the states of these parameters, by default all; raise ValueError for one that has no row."""
+        found = []
+        for parameter in self.parameters if parameters is None else parameters:
+            state = self.state_of(parameter)
+            if state is None:
+                raise ValueError(
+                    f"{call} got a parameter that is in no group of this optimizer; call add_param_group() first"
+                )
+            found.append(state)
+        return [*dict.fromkeys(found)]
+
     def rows_of(self, pieces: Sequence[Piece]) -> Rows:
         """Return the row numbers of these pieces, in their order."""
         return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))

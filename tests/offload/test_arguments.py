@@ -81,6 +81,7 @@ def test_wrong_kinds() -> None:
     held = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters()))
     refused(TypeError, told.format("AdamW"), check_model, held, model)
     refused(TypeError, told.format("Sequential"), check_model, model, adam(model))
+    refused(TypeError, "^device is 'cuda', .*; leave it out", OffloadScheduler, adam(model), model, device="cuda")
     wrapped = SimpleNamespace(base_optimizer=adam(model))  # as SAM, Lookahead and others have theirs
     for check in (OffloadScheduler, take_reduced_gradients):
         refused(TypeError, told.format("SimpleNamespace"), check, wrapped, model)

@@ -222,9 +222,9 @@ def test_worker_can_neither_come_nor_go(num_threads: int) -> None:
     before = steps.autotuner.placement
     told = r"num_threads is \d, but the scheduler was made with \d, .*; make another scheduler"
     with pytest.raises(ValueError, match=told):
-        steps.autotuner.place(Placement(0, 10, None, 0 if num_threads else 1))
+        steps.autotuner.place(Placement(0, 10, None, 0 if num_threads else 1), stays_automatic=True)
     assert steps.autotuner.placement == before
-    steps.autotuner.place(Placement(0, 10, None, 2 if num_threads else 0))
+    steps.autotuner.place(Placement(0, 10, None, 2 if num_threads else 0), stays_automatic=True)
 
 
 def test_device_that_cannot_keep_is_told() -> None:
@@ -234,7 +234,7 @@ def test_device_that_cannot_keep_is_told() -> None:
     autotuner = Autotuner(PlainDevice(), 100, 0, "auto", "auto", 1, **BYTES)
     before = autotuner.placement
     with pytest.raises(ValueError, match=told):
-        autotuner.place(Placement(3, 10, None, 1))
+        autotuner.place(Placement(3, 10, None, 1), stays_automatic=False)
     assert autotuner.placement == before
 
 
@@ -248,10 +248,10 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
     device.free -= 999 * 12 * 10**6  # it has moved there
     before = autotuner.placement
     with pytest.raises(MemoryError, match=r"takes 0\.01 GB"):
-        autotuner.place(replace(before, gpu_buckets=1000))
+        autotuner.place(replace(before, gpu_buckets=1000), stays_automatic=False)
     assert autotuner.placement == before
     asked = device.questions
-    autotuner.place(replace(before, gpu_buckets=998))
+    autotuner.place(replace(before, gpu_buckets=998), stays_automatic=False)
     assert device.questions == asked
     assert autotuner.placement.gpu_buckets == 998
     Autotuner(device, 10**3, 10**6, **options)  # no more than there is
@@ -332,3 +332,12 @@ def test_nothing_is_under_way_where_the_placement_is_changed(seed: int) -> None:
         scheduler.place(gpu_buckets=1)
         assert scheduler._pipeline.worker.is_idle
         assert scheduler._bucketer.rest() == []
+
+
+def test_what_is_placed_ends_no_other_automatic_choice() -> None:
+    with overlapped(torch.bfloat16, device=SimulatedDevice(0), num_threads=1) as (_, _, scheduler):
+        assert scheduler._autotuner._is_automatic
+        scheduler.place(num_threads=1, bucket_numel=100)
+        assert scheduler._autotuner._is_automatic
+        scheduler.place(gpu_buckets=scheduler.placement.gpu_buckets)
+        assert not scheduler._autotuner._is_automatic

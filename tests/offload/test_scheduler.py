@@ -320,7 +320,7 @@ def test_a_closed_scheduler_leaves_no_hook_and_is_not_used_again() -> None:
             scheduler.place(num_threads=0)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert repr(scheduler).startswith("OffloadScheduler(closed, ")
-    for use in (scheduler.__enter__, scheduler.accumulate().__enter__):
+    for use in (scheduler.__enter__, scheduler.accumulate().__enter__, scheduler.place):
         with pytest.raises(RuntimeError, match="the scheduler was closed, expected an open one; make another"):
             use()
 
@@ -457,6 +457,8 @@ def test_exported_trace(tmp_path: Path) -> None:
         scheduler.export_trace(tmp_path / "trace.json")
         with pytest.raises(OSError, match="is no regular file"):
             scheduler.export_trace(tmp_path)
+        with pytest.raises(OSError, match="No such file or directory: '/no/such/trace'"):
+            scheduler.export_trace("/no/such/trace")
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"adam", "backward and step", "gradients to host", "verdict: skipped"} <= names
     assert names & {"verdict: committed", "verdict: clipped"}

@@ -241,8 +241,9 @@ def test_gradient_dtype_changes_between_steps(dtype: torch.dtype, gradient_dtype
 def test_foreign_parameter_is_refused() -> None:
     optimizer = make()
     give_gradients(optimizer, 1)
-    with refused(optimizer, ValueError, "a parameter that is in no group"):
-        optimizer.speculate([parameters_of(optimizer)[0], parameter(3)])
+    for use in (optimizer.speculate, optimizer.reload_masters):
+        with refused(optimizer, ValueError, "a parameter that is in no group"):
+            use([parameters_of(optimizer)[0], parameter(3)])
     optimizer.step()
 
 

@@ -34,7 +34,8 @@ def test_numbers_of_a_machine_have_sources(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("download", "uploads", "has or lacks download"),
+        ("download", "uploads", "lacks download, expected title"),
+        ("title", "more = 1\ntitle", "has more, expected none but title"),
         ('kind = "published"', 'kind = "guessed"', "expected a table with value, kind"),
         ("value = 96e9", "value = -1", "gpu_memory of .* is"),
         ("value = 96e9", "value = 0", "gpu_memory of .* is"),
