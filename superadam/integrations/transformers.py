@@ -97,7 +97,7 @@ def offload(
 
 def _check_way_of_training(trainer: Trainer) -> None:
     """Raise RuntimeError where something else owns gradients or optimizer."""
-    instead = "train on several GPUs with FSDP2: accelerate launch with fsdp_version: 2"
+    instead = "train on several GPUs with FSDP2: accelerate launch with fsdp_version: 2 and TRANSFORMER_BASED_WRAP"
     if trainer.is_deepspeed_enabled:
         raise RuntimeError(f"the Trainer uses DeepSpeed, which has its own optimizer and offload; {instead}")
     if trainer.is_fsdp_enabled:

@@ -201,7 +201,7 @@ def _host(
         "state": needs.state,
         "gradients": needs.gradients + needs.pending,
         "new values that wait": needs.shadows,
-        "lists": needs.lists,
+        "lists of uncertain elements": needs.lists,
         "buckets under way": needs.under_way,
     }
     most = max(needs_of(shard, is_on_host=flows, storage=Storage()).state for shard in shards.values()) // 3

@@ -138,6 +138,10 @@ def test_older_forms_and_those_of_accelerate() -> None:
     assert "none there" not in translation.translated({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     text = translation.translated({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}})
     assert text.count("of Accelerate") == 2
+    text = translation.translated({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    shard = "reshard_after_forward=True, offload_policy=CPUOffloadPolicy())"
+    assert "for layer in model.model.layers:" in text and text.count(shard) == 2
+    assert "TRANSFORMER_BASED_WRAP --fsdp_reshard_after_forward true --fsdp_offload_params true PROGRAM" in text
 
 
 def test_the_translation_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

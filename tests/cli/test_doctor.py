@@ -193,10 +193,10 @@ def test_what_disturbs_the_measurement_is_told_beside_it(tmp_path, monkeypatch):
 def test_the_limit_of_the_control_group_is_told(tmp_path):
     files = {"/proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n", "/proc/self/cgroup": "0::/"}
     free = memory.main_memory(machine(tmp_path, files)).detail
-    assert free.startswith("8.0 of 16.0 GiB available: the state of 715.8 million")
+    assert free.startswith("8.0 of 16.0 GiB available: training of 587.3 million")
     limit = {"/sys/fs/cgroup/memory.max": str(4 << 30), "/sys/fs/cgroup/memory.current": "0"}
     limited = memory.main_memory(machine(tmp_path, files | limit)).detail
-    state = "the state of 357.9 million parameters (536.9 million with moments in bf16)"
+    state = "training of 293.7 million parameters in bf16 (404.2 million with moments in bf16)"
     assert limited == f"4.0 of 16.0 GiB available, where the control group allows 4.0: {state}"
 
 

@@ -128,9 +128,7 @@ def test_meta_gradients_are_refused(name: str) -> None:
     optimizer.step()
     p.grad = torch.ones_like(p)
     for use in (optimizer.step, optimizer.speculate, lambda: optimizer.clip_grad_norm_(1.0)):
-        with pytest.raises(
-            ValueError, match="parameter 0 of group 0 is on the meta device and has no values, .*; materialize"
-        ):
+        with pytest.raises(ValueError, match="of parameter 0 of group 0 is on the meta device and has no values, "):
             use()
     p.grad = None
     assert optimizer.state_dict()["state"] == {}

@@ -59,7 +59,7 @@ def test_sums_of_the_host_are_those_of_the_scheduler(gpt_oss: Planned) -> None:
     host = memory.host[TRAINING]
     assert host["state"] == sum(one.state for one in each)
     assert host["gradients"] == sum(one.pending for one in each)
-    assert host["lists"] == sum(one.lists for one in each)
+    assert host["lists of uncertain elements"] == sum(one.lists for one in each)
 
 
 @given(scales=st.lists(st.floats(0.0, 3.0), min_size=40, max_size=40))

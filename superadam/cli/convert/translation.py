@@ -64,7 +64,7 @@ NO_COUNTERPART = {
     "disable_python_gc": "gc.disable() of Python",
     "dataloader_drop_last": "drop_last of the DataLoader, or dataloader_drop_last=True of a Trainer",
     "log_level": 'logging.getLogger("superadam").setLevel(...)',
-    "zero_optimization": "which modules are given to fully_shard decides",
+    "zero_optimization": "if DeepSpeed has this key: decided by which modules are given to fully_shard",
     "zero_optimization.offload_optimizer": _NVME,
     "zero_optimization.compute_grad_norm": "each step needs the norm, to see Inf and NaN",
     "zero_optimization.cpu_offload": "deprecated there; state is in host memory",
@@ -171,13 +171,17 @@ def translated(config: dict[str, Any]) -> str:
         found.notes.append(f"zero_optimization.offload_optimizer.device: {device}: {instead}")
     if device == "none":
         found.notes.append("zero_optimization.offload_optimizer: none there; here state is in host memory")
+    shard = f"reshard_after_forward={stage == 3}"
+    if unread.get("zero_optimization.offload_param.device") == "cpu":
+        shard += ", offload_policy=CPUOffloadPolicy()"
+        del unread["zero_optimization.offload_param.device"]
     for key, value in unread.items():
         known = key  # or what holds it
         while known and known not in NO_COUNTERPART:
             known = known.rpartition(".")[0]
         reason = NO_COUNTERPART.get(known, "not known here")
         found.notes.append(f"{key}: {_shown(value)}: {reason}")
-    return _text(found, kind, int(stage), dtype)
+    return _text(found, kind, shard if stage else "", dtype)
 
 
 def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
@@ -191,7 +195,8 @@ def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
     for name, theirs in names.items():
         value = _number(f"optimizer.params.{name}", unread.pop(f"optimizer.params.{name}", usual.get(name)))
         if value == AUTO:
-            found.notes.append(f"optimizer.params.{name}: auto, which is {theirs} of the Trainer")
+            loop = "; pass it in a loop, whose default is 1e-3" if name == "lr" else ""
+            found.notes.append(f"optimizer.params.{name}: auto, which is {theirs} of the Trainer{loop}")
         elif value is not None:
             found.optimizer[name] = found.trainer[theirs] = repr(value)
     betas = unread.pop("optimizer.params.betas", None)
@@ -254,14 +259,18 @@ def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
             found.notes.append(f"{key}: {usual[word]}")
 
 
-def _text(found: _Settings, kind: str, stage: int, dtype: str | None) -> str:
+def _text(found: _Settings, kind: str, shard: str, dtype: str | None) -> str:
     def call(name: str, first: list[str], named: dict[str, str]) -> str:
         return f"{name}({', '.join([*first, *(f'{key}={value}' for key, value in named.items())])})"
 
-    shard = f"fully_shard(model, reshard_after_forward={stage == 3})"
     lines = ["# a loop"]
     lines += [f"model.to({dtype})"] if dtype else []
-    lines += [f"{shard}  # on several ranks"] if stage else []
+    if shard:
+        lines += [
+            "for layer in model.model.layers:  # on several ranks; gradients of one group alone come after backward",
+            f"    fully_shard(layer, {shard})",
+            f"fully_shard(model, {shard})",
+        ]
     lines += [
         f"optimizer = {call(kind, ['model.parameters()'], found.optimizer)}",
         "scheduler = OffloadScheduler(optimizer, model)",
@@ -272,12 +281,13 @@ def _text(found: _Settings, kind: str, stage: int, dtype: str | None) -> str:
     ]
     if kind == "SpeculativeCPUAdam":
         lines.append("# its optimizer is AdamW: pass optimizers=(SpeculativeCPUAdam(...), None) for L2 decay")
-    if stage:
+    if shard:
         lines += [
             "",
             "# a Trainer on several GPUs",
-            f"# accelerate launch --use_fsdp --fsdp_version 2 "
-            f"--fsdp_reshard_after_forward {str(stage == 3).lower()} PROGRAM",
+            "# accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
+            f"--fsdp_reshard_after_forward {str('=True' in shard).lower()}"
+            f"{' --fsdp_offload_params true' * ('CPUOffload' in shard)} PROGRAM",
         ]
     notes = [f"# {' '.join(note.splitlines())}" for note in found.notes]
     return "\n".join([*lines, *(["", "# what is none of these arguments", *notes] if notes else []), ""])

@@ -18,6 +18,7 @@ from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
 from superadam.offload.needs import bytes_of_state
 from superadam.state.storage import Moments, Storage
+from superadam.state.uncertain import list_bytes
 
 GIB = 1 << 30
 MEASURED_BYTES = GIB
@@ -28,6 +29,8 @@ NOTABLE_LOAD = 0.5
 """Programs that were ready to run, on average, from which the report names them."""
 VARIANTS = (Variant(128, 2 << 10, stream_out=True), Variant(32, 2 << 10, stream_out=True), Variant(128, 0))
 """Ways to move memory that are tried; `superadam bench` tries more."""
+BESIDE_STATE = 2 + list_bytes(GIB) / GIB
+"""Bytes per parameter that training in bf16 has in host memory beside the state: gradient, list of a clipped step."""
 UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
 
 
@@ -35,8 +38,9 @@ def main_memory(host: Host) -> Finding:
     """Report how much memory is free, and how many parameters' state would fit into that."""
     memory = HostMemory.of(host)
     values = {"total_bytes": memory.total, "limit_bytes": memory.limit, "available_bytes": memory.available}
-    fits = f"the state of {in_words(memory.available / bytes_of_state())} parameters"
-    fits += f" ({in_words(memory.available / bytes_of_state(Storage(Moments.BFLOAT16)))} with moments in bf16)"
+    formats = Storage(), Storage(Moments.BFLOAT16)
+    counts = [in_words(memory.available / (bytes_of_state(each) + BESIDE_STATE)) for each in formats]
+    fits = f"training of {counts[0]} parameters in bf16 ({counts[1]} with moments in bf16)"
     detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.limit < memory.total:
         detail += f", where the control group allows {memory.limit / GIB:.1f}"

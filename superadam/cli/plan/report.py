@@ -32,7 +32,7 @@ def title(answer: Answer) -> str:
     words += f", {s.ranks} ranks" if s.ranks > 1 else ""
     words += f"; {s.micro_batches} x {s.sequences} x {s.tokens} tokens a rank, loss {s.loss}, state {s.moments} moments"
     words += f" and {s.master} masters, checkpointing {'on' if s.checkpointing else 'off'}"
-    return words + (", weights flow" if s.flows else "")
+    return words + f"{', weights flow' * s.flows}, {s.clipped:.0%} of the steps clipped"
 
 
 def memory_table(answer: Answer) -> Table:
