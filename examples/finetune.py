@@ -33,7 +33,7 @@ try:
     from datasets import load_dataset
     from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer
 except ImportError as error:
-    sys.exit(f'finetune.py cannot be run ({error}); pip install "superadam[finetune]"')
+    sys.exit(f'finetune.py cannot be run ({error}); in the clone: pip install ".[finetune]"')
 
 from superadam.integrations import distributed_checkpoint, fine_tuning, rehearsal
 from superadam.integrations.fine_tuning import RefusedError, attempt

@@ -32,7 +32,7 @@ try:
     import transformers
     from transformers.masking_utils import causal_mask_function
 except ImportError as error:
-    sys.exit(f'long_sequences.py cannot be run ({error}); pip install "superadam[finetune]"')
+    sys.exit(f'long_sequences.py cannot be run ({error}); in the clone: pip install ".[finetune]"')
 
 from superadam import SpeculativeCPUAdamW
 

@@ -34,7 +34,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 except ImportError as error:
-    sys.exit(f'train.py cannot be run ({error}); pip install "superadam[cli]"')
+    sys.exit(f'train.py cannot be run ({error}); in the clone: pip install ".[cli]"')
 
 import superadam
 from superadam import OffloadScheduler, OverlapStatistics, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
@@ -268,7 +268,7 @@ def table(options: argparse.Namespace, run: Run) -> Table:
         ("committed", f"{made.committed:,}", "steps with their gradients as they were"),
         ("clipped", f"{made.clipped:,}", f"steps with a gradient norm above {options.max_grad_norm:g}, scaled down"),
         ("skipped", f"{made.skipped:,}", "steps with an Inf or NaN gradient: nothing changed"),
-        ("speculated", f"{work.speculated_buckets:,}", f"of {work.buckets:,} buckets of gradients; others waited"),
+        ("speculated", f"{work.speculated_buckets:,}", f"of {work.buckets:,} buckets of gradients; others in step()"),
         ("accepted", f"{made.accepted:,}", "parameters whose speculation was published"),
         ("respeculated", f"{made.respeculated:,}", "parameters that were stepped again, because of clipping"),
         ("dropped", f"{made.dropped:,}", "parameters whose step was skipped"),

@@ -19,7 +19,7 @@ def require_modules(command: str, *modules: str, extra: str = "cli") -> None:
     """Raise UsageError unless the optional modules that a command needs are installed."""
     for module in modules:
         if find_spec(module) is None:
-            raise UsageError(f"'superadam {command}' needs {module}; install it with: pip install 'superadam[{extra}]'")
+            raise UsageError(f"'superadam {command}' needs {module}; in the clone: pip install '.[{extra}]'")
 
 
 def writable(option: str, path: Path | None) -> None:

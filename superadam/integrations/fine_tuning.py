@@ -22,7 +22,9 @@ try:
     from trl import TrlParser  # type: ignore[attr-defined]
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 except ImportError as error:
-    raise ImportError(f"superadam.integrations.fine_tuning needs trl ({error}); install superadam[finetune]") from error
+    raise ImportError(
+        f"superadam.integrations.fine_tuning needs trl ({error}); install superadam with its extra finetune"
+    ) from error
 
 from superadam.integrations.rehearsal import asks_for_fsdp
 

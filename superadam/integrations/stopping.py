@@ -17,7 +17,7 @@ try:
     from transformers.trainer_utils import SaveStrategy
 except ImportError as error:
     raise ImportError(
-        f"superadam.integrations.stopping needs transformers ({error}); install superadam[finetune]"
+        f"superadam.integrations.stopping needs transformers ({error}); install superadam with its extra finetune"
     ) from error
 
 

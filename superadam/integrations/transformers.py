@@ -25,7 +25,7 @@ try:
     from transformers.training_args import ParallelMode
 except ImportError as error:
     raise ImportError(
-        f"superadam.integrations.transformers needs transformers ({error}); install superadam[finetune]"
+        f"superadam.integrations.transformers needs transformers ({error}); install superadam with its extra finetune"
     ) from error
 
 LOGGED = ("committed", "clipped", "skipped", "accepted")

@@ -44,7 +44,7 @@ def test_missing_extra_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    needs = f"superadam: 'superadam {words[0]}' needs {package}; install it with: pip install 'superadam[{extra}]'\n"
+    needs = f"superadam: 'superadam {words[0]}' needs {package}; in the clone: pip install '.[{extra}]'\n"
     assert capsys.readouterr() == ("", needs)
     assert os.listdir(tmp_path) == []
 

@@ -11,7 +11,7 @@ from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host, cpus_of, groups_of
 from superadam.kernels import native
 
-REBUILD = "pip install --force-reinstall --no-deps superadam"
+REBUILD = "pip install --force-reinstall --no-deps .  # in the clone"
 
 
 def instruction_sets(host: Host) -> Finding:
