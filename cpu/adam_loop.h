@@ -23,7 +23,7 @@
 
 /* Elements between the one that is computed and the one that is prefetched: 2 KiB of fp32. */
 enum { PREFETCH_AHEAD = 512 };
-enum { ALL_LANES = (1 << SUPERADAM_LANES) - 1 };
+enum { LATER = BLOCK / SUPERADAM_LANES - 1 };
 
 /* Pairwise: lane i and i + 8, then i and i + 4, ... */
 static double lanes_total(double *lanes)
@@ -49,11 +49,22 @@ static int64_t count_nonfinite(int dtype, const void *gradient, int64_t begin, i
     return found;
 }
 
-/* The lanes of `uncertain` from `lane` on become those that the interval test calls so; null: there is no test. */
-static inline __attribute__((always_inline)) void
-run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
-           const adam_scalars *current, const interval_scalars *interval, int64_t i, int count, int stream,
-           int with_norm, int lane, squares *sums, unsigned *uncertain)
+static inline __attribute__((always_inline)) void interval_keep(interval_terms *terms, int at, vec g, vec v, vec d,
+                                                                vec q, vec p)
+{
+    vec_store(REAL_DTYPE, terms->gradient, at, g, VEC_WIDTH, 0);
+    vec_store(REAL_DTYPE, terms->before, at, v, VEC_WIDTH, 0);
+    vec_store(REAL_DTYPE, terms->denominator, at, d, VEC_WIDTH, 0);
+    vec_store(REAL_DTYPE, terms->update, at, q, VEC_WIDTH, 0);
+    vec_store(REAL_DTYPE, terms->value, at, p, VEC_WIDTH, 0);
+}
+
+/* `terms`, null if there is no interval test, get what that reads, from `at` on. */
+static inline __attribute__((always_inline)) void run_vector(int pass, int gradient_dtype, int out_dtype,
+                                                             const superadam_segment *segment,
+                                                             const adam_scalars *accepted, const adam_scalars *current,
+                                                             int64_t i, int count, int stream, int with_norm, int lane,
+                                                             squares *sums, interval_terms *terms, uint64_t at)
 {
     const int writes_state = pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE;
     vec g, m, v, p, d, q, vmax = vec_set(0);
@@ -90,8 +101,8 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
     }
     if (out_dtype != SUPERADAM_NONE)
         vec_store(out_dtype, segment->out, i, p, count, stream);
-    if (uncertain)
-        *uncertain ^= vec_lanes(interval_is_certain(out_dtype, interval, g, v_before, d, q, p, 0)) << lane;
+    if (terms)
+        interval_keep(terms, at, g, v_before, d, q, p);
 }
 
 static inline __attribute__((always_inline)) void run_prefetch(int pass, int gradient_dtype,
@@ -111,86 +122,73 @@ static inline __attribute__((always_inline)) void run_prefetch(int pass, int gra
         vec_prefetch(REAL_DTYPE, segment->max_exp_avg_sq, i);
 }
 
-/* Elements begin to end - 1 of a chunk. */
+/* Elements begin to end - 1 of a chunk. The interval test comes LATER groups of SUPERADAM_LANES after what it reads:
+ * then it fills the time of their divisions, instead of waiting for its own. */
 static inline __attribute__((always_inline)) void
 run_vectors(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
             const adam_scalars *current, const interval_scalars *interval, int64_t begin, int64_t end, int stream,
             int with_norm, squares *sums, uint16_t *uncertain)
 {
     const int64_t whole = end - (end - begin) % SUPERADAM_LANES;
+    const int tests = uncertain != 0;
+    interval_terms terms = {0};
+    uint64_t at = 0; /* of the terms, which are as a ring */
     for (int64_t i = begin; i < whole; i += SUPERADAM_LANES) {
-        unsigned lanes = ALL_LANES;
         run_prefetch(pass, gradient_dtype, segment, accepted, current, i + PREFETCH_AHEAD);
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH)
-            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, i + lane, VEC_WIDTH,
-                       stream, with_norm, lane, sums, uncertain ? &lanes : 0);
-        if (uncertain)
-            uncertain[(i - begin) / SUPERADAM_LANES] = (uint16_t)lanes;
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, i + lane, VEC_WIDTH, stream,
+                       with_norm, lane, sums, tests ? &terms : 0, at + lane);
+        at = (at + SUPERADAM_LANES) % BLOCK;
+        if (tests)
+            *(uncertain++ - LATER) = interval_uncertain(out_dtype, interval, &terms, at, 0);
     }
-    unsigned lanes = (1u << (end - whole)) - 1;
+    for (int later = LATER; tests && later > 0; later--) {
+        at = (at + SUPERADAM_LANES) % BLOCK;
+        *(uncertain - later) = interval_uncertain(out_dtype, interval, &terms, at, 0);
+    }
 #pragma GCC unroll VEC_UNROLL
     for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
         const int64_t left = end - whole - lane;
         if (left > 0)
-            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, whole + lane,
-                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, sums, uncertain ? &lanes : 0);
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, whole + lane,
+                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, sums, tests ? &terms : 0, lane);
     }
-    if (uncertain && whole < end)
-        uncertain[(whole - begin) / SUPERADAM_LANES] = (uint16_t)(lanes & ((1u << (end - whole)) - 1));
+    if (tests && whole < end)
+        *uncertain = interval_uncertain(out_dtype, interval, &terms, 0, 0);
 }
 
-/* One step of a block; with the gradient's squares where there are `sums`. Leaves what the interval test reads. */
-static inline __attribute__((always_inline)) void block_step_of(int gradient_dtype, const void *gradient, int64_t i,
-                                                                const adam_scalars *k, int with_max, int lists,
-                                                                compact_block *b, squares *sums)
+/* Widens a gradient to the terms of a block. */
+static inline __attribute__((always_inline)) void block_gradient(int dtype, const void *gradient, int64_t i,
+                                                                 compact_block *b)
+{
+    for (int j = 0; j < BLOCK; j += VEC_WIDTH)
+        vec_store(REAL_DTYPE, b->terms.gradient, j, vec_load(dtype, gradient, i + j, VEC_WIDTH), VEC_WIDTH, 0);
+}
+
+/* One step of a block, with the gradient's squares where there are `sums`. Leaves what the interval test reads. */
+SHARED void block_step(const adam_scalars *k, int with_max, int lists, compact_block *b, squares *sums)
 {
     for (int group = 0; group < BLOCK; group += SUPERADAM_LANES) {
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
             const int j = group + lane;
-            vec d, q, g = vec_load(gradient_dtype, gradient, i + j, VEC_WIDTH);
+            vec d, q, g = vec_load(REAL_DTYPE, b->terms.gradient, j, VEC_WIDTH);
             vec m = vec_load(REAL_DTYPE, b->exp_avg, j, VEC_WIDTH),
-                v = vec_load(REAL_DTYPE, b->exp_avg_sq, j, VEC_WIDTH);
+                v = vec_load(REAL_DTYPE, b->exp_avg_sq, j, VEC_WIDTH), v_before = v;
             vec vmax = with_max ? vec_load(REAL_DTYPE, b->max_exp_avg_sq, j, VEC_WIDTH) : vec_set(0);
             if (sums)
                 squares_add(sums, lane, g);
-            if (lists)
-                vec_store(REAL_DTYPE, b->before, j, v, VEC_WIDTH, 0);
             vec p = adam_formula(k, g, &m, &v, &vmax, vec_load(REAL_DTYPE, b->master, j, VEC_WIDTH), &d, &q);
             vec_store(REAL_DTYPE, b->master, j, p, VEC_WIDTH, 0);
             vec_store(REAL_DTYPE, b->exp_avg, j, m, VEC_WIDTH, 0);
             vec_store(REAL_DTYPE, b->exp_avg_sq, j, v, VEC_WIDTH, 0);
             if (with_max)
                 vec_store(REAL_DTYPE, b->max_exp_avg_sq, j, vmax, VEC_WIDTH, 0);
-            if (lists) {
-                vec_store(REAL_DTYPE, b->denominator, j, d, VEC_WIDTH, 0);
-                vec_store(REAL_DTYPE, b->update, j, q, VEC_WIDTH, 0);
-            }
+            if (lists)
+                interval_keep(&b->terms, j, g, v_before, d, q, p);
         }
     }
-}
-
-#define BLOCK_STEP(DTYPE)                                                                                           \
-    SHARED void block_step_##DTYPE(const void *gradient, int64_t i, const adam_scalars *k, int with_max, int lists, \
-                                   compact_block *b, squares *sums)                                                 \
-    {                                                                                                               \
-        block_step_of(SUPERADAM_##DTYPE, gradient, i, k, with_max, lists, b, sums);                                 \
-    }
-BLOCK_STEP(FLOAT32)
-BLOCK_STEP(BFLOAT16)
-BLOCK_STEP(FLOAT16)
-
-static inline __attribute__((always_inline)) void block_step(int gradient_dtype, const void *gradient, int64_t i,
-                                                             const adam_scalars *k, int with_max, int lists,
-                                                             compact_block *b, squares *sums)
-{
-    if (gradient_dtype == SUPERADAM_BFLOAT16)
-        block_step_BFLOAT16(gradient, i, k, with_max, lists, b, sums);
-    else if (gradient_dtype == SUPERADAM_FLOAT16)
-        block_step_FLOAT16(gradient, i, k, with_max, lists, b, sums);
-    else
-        block_step_FLOAT32(gradient, i, k, with_max, lists, b, sums);
 }
 
 /* As run_vector, for a whole block of state in fewer bits. `uncertain` has bits for each SUPERADAM_LANES elements. */
@@ -205,10 +203,12 @@ static inline __attribute__((always_inline)) void run_block(int pass, int gradie
     compact_block b;
     compact_load(segment, i, with_max, &b);
     if (pass == SUPERADAM_COMMIT_AND_SPECULATE) {
-        block_step(gradient_dtype, segment->accepted_gradient, i, accepted, with_max, 0, &b, 0);
+        block_gradient(gradient_dtype, segment->accepted_gradient, i, &b);
+        block_step(accepted, with_max, 0, &b, 0);
         compact_store(segment, i, accepted->flags & SUPERADAM_AMSGRAD, accepted->turn, 1, &b);
     }
-    block_step(gradient_dtype, segment->gradient, i, current, with_max, uncertain != 0, &b, sums);
+    block_gradient(gradient_dtype, segment->gradient, i, &b);
+    block_step(current, with_max, uncertain != 0, &b, sums);
     if (pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE)
         compact_store(segment, i, current->flags & SUPERADAM_AMSGRAD, current->turn, 0, &b);
     else
@@ -217,19 +217,10 @@ static inline __attribute__((always_inline)) void run_block(int pass, int gradie
         return;
     for (int group = 0; group < BLOCK; group += SUPERADAM_LANES) {
 #pragma GCC unroll VEC_UNROLL
-        for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
-            const int j = group + lane;
-            vec p = vec_load(REAL_DTYPE, b.master, j, VEC_WIDTH);
-            vec_store(out_dtype, segment->out, i + j, p, VEC_WIDTH, stream);
-            if (!uncertain)
-                continue;
-            p = is_cut ? vec_load(REAL_DTYPE, b.moved, j, VEC_WIDTH) : p;
-            vec_mask certain = interval_is_certain(
-                out_dtype, interval, vec_load(gradient_dtype, segment->gradient, i + j, VEC_WIDTH),
-                vec_load(REAL_DTYPE, b.before, j, VEC_WIDTH), vec_load(REAL_DTYPE, b.denominator, j, VEC_WIDTH),
-                vec_load(REAL_DTYPE, b.update, j, VEC_WIDTH), p, is_cut);
-            uncertain[group / SUPERADAM_LANES] &= (uint16_t)~(vec_lanes(certain) << lane);
-        }
+        for (int j = group; j < group + SUPERADAM_LANES; j += VEC_WIDTH)
+            vec_store(out_dtype, segment->out, i + j, vec_load(REAL_DTYPE, b.master, j, VEC_WIDTH), VEC_WIDTH, stream);
+        if (uncertain)
+            uncertain[group / SUPERADAM_LANES] = interval_uncertain(out_dtype, interval, &b.terms, group, is_cut);
     }
 }
 
@@ -243,9 +234,6 @@ run_blocks(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int is_tail = end - i < BLOCK;
         uint16_t *bits = uncertain ? &uncertain[(i - begin) / SUPERADAM_LANES] : 0;
-        for (int64_t left = end - i, k = 0; bits && k < BLOCK / SUPERADAM_LANES && left > 0;
-             k++, left -= SUPERADAM_LANES)
-            bits[k] = (uint16_t)(left < SUPERADAM_LANES ? (1u << left) - 1 : ALL_LANES);
         if (is_tail)
             tail_read(&t, segment, pass, out_dtype, i, end - i);
         else
@@ -266,7 +254,8 @@ static inline __attribute__((always_inline)) void run_chunk(int pass, int gradie
     const int64_t rest = segment->length - begin;
     const int64_t end = begin + (rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK);
     const int with_norm = segment->sums != 0;
-    uint16_t uncertain[SUPERADAM_CHUNK / SUPERADAM_LANES] = {0}; /* a bit for each element */
+    uint16_t bits[LATER + SUPERADAM_CHUNK / SUPERADAM_LANES] = {0},
+                                            *uncertain = bits + LATER; /* one for each element */
     squares sums;
     squares_zero(&sums);
 
