@@ -23,7 +23,6 @@
 
 /* Elements between the one that is computed and the one that is prefetched: 2 KiB of fp32. */
 enum { PREFETCH_AHEAD = 512 };
-enum { LATER = BLOCK / SUPERADAM_LANES - 1 };
 
 /* Pairwise: lane i and i + 8, then i and i + 4, ... */
 static double lanes_total(double *lanes)
@@ -49,22 +48,11 @@ static int64_t count_nonfinite(int dtype, const void *gradient, int64_t begin, i
     return found;
 }
 
-static inline __attribute__((always_inline)) void interval_keep(interval_terms *terms, int at, vec g, vec v, vec d,
-                                                                vec q, vec p)
-{
-    vec_store(REAL_DTYPE, terms->gradient, at, g, VEC_WIDTH, 0);
-    vec_store(REAL_DTYPE, terms->before, at, v, VEC_WIDTH, 0);
-    vec_store(REAL_DTYPE, terms->denominator, at, d, VEC_WIDTH, 0);
-    vec_store(REAL_DTYPE, terms->update, at, q, VEC_WIDTH, 0);
-    vec_store(REAL_DTYPE, terms->value, at, p, VEC_WIDTH, 0);
-}
-
-/* `terms`, null if there is no interval test, get what that reads, from `at` on. */
-static inline __attribute__((always_inline)) void run_vector(int pass, int gradient_dtype, int out_dtype,
-                                                             const superadam_segment *segment,
-                                                             const adam_scalars *accepted, const adam_scalars *current,
-                                                             int64_t i, int count, int stream, int with_norm, int lane,
-                                                             squares *sums, interval_terms *terms, uint64_t at)
+/* The lanes that the interval test calls certain are added to `certain`, from `lane` on; null: there is no test. */
+static inline __attribute__((always_inline)) void
+run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
+           const adam_scalars *current, const interval_scalars *interval, int64_t i, int count, int stream,
+           int with_norm, int lane, squares *sums, uint16_t *certain)
 {
     const int writes_state = pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE;
     vec g, m, v, p, d, q, vmax = vec_set(0);
@@ -101,8 +89,8 @@ static inline __attribute__((always_inline)) void run_vector(int pass, int gradi
     }
     if (out_dtype != SUPERADAM_NONE)
         vec_store(out_dtype, segment->out, i, p, count, stream);
-    if (terms)
-        interval_keep(terms, at, g, v_before, d, q, p);
+    if (certain)
+        *certain |= (uint16_t)(vec_lanes(interval_is_certain(out_dtype, interval, g, v_before, d, q, p, 0)) << lane);
 }
 
 static inline __attribute__((always_inline)) void run_prefetch(int pass, int gradient_dtype,
@@ -122,81 +110,72 @@ static inline __attribute__((always_inline)) void run_prefetch(int pass, int gra
         vec_prefetch(REAL_DTYPE, segment->max_exp_avg_sq, i);
 }
 
-/* Elements begin to end - 1 of a chunk. The interval test comes LATER groups of SUPERADAM_LANES after what it reads:
- * then it fills the time of their divisions, instead of waiting for its own. */
+/* Elements begin to end - 1 of a chunk. */
 static inline __attribute__((always_inline)) void
 run_vectors(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
             const adam_scalars *current, const interval_scalars *interval, int64_t begin, int64_t end, int stream,
-            int with_norm, squares *sums, uint16_t *uncertain)
+            int with_norm, squares *sums, uint16_t *certain)
 {
     const int64_t whole = end - (end - begin) % SUPERADAM_LANES;
-    const int tests = uncertain != 0;
-    interval_terms terms = {0};
-    uint64_t at = 0; /* of the terms, which are as a ring */
     for (int64_t i = begin; i < whole; i += SUPERADAM_LANES) {
         run_prefetch(pass, gradient_dtype, segment, accepted, current, i + PREFETCH_AHEAD);
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH)
-            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, i + lane, VEC_WIDTH, stream,
-                       with_norm, lane, sums, tests ? &terms : 0, at + lane);
-        at = (at + SUPERADAM_LANES) % BLOCK;
-        if (tests)
-            *(uncertain++ - LATER) = interval_uncertain(out_dtype, interval, &terms, at, 0);
-    }
-    for (int later = LATER; tests && later > 0; later--) {
-        at = (at + SUPERADAM_LANES) % BLOCK;
-        *(uncertain - later) = interval_uncertain(out_dtype, interval, &terms, at, 0);
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, i + lane, VEC_WIDTH,
+                       stream, with_norm, lane, sums, certain ? &certain[(i - begin) / SUPERADAM_LANES] : 0);
     }
 #pragma GCC unroll VEC_UNROLL
     for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
         const int64_t left = end - whole - lane;
         if (left > 0)
-            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, whole + lane,
-                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, sums, tests ? &terms : 0, lane);
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, whole + lane,
+                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, sums,
+                       certain ? &certain[(whole - begin) / SUPERADAM_LANES] : 0);
     }
-    if (tests && whole < end)
-        *uncertain = interval_uncertain(out_dtype, interval, &terms, 0, 0);
 }
 
-/* Widens a gradient to the terms of a block. */
 static inline __attribute__((always_inline)) void block_gradient(int dtype, const void *gradient, int64_t i,
                                                                  compact_block *b)
 {
     for (int j = 0; j < BLOCK; j += VEC_WIDTH)
-        vec_store(REAL_DTYPE, b->terms.gradient, j, vec_load(dtype, gradient, i + j, VEC_WIDTH), VEC_WIDTH, 0);
+        vec_store(REAL_DTYPE, b->gradient, j, vec_load(dtype, gradient, i + j, VEC_WIDTH), VEC_WIDTH, 0);
 }
 
-/* One step of a block, with the gradient's squares where there are `sums`. Leaves what the interval test reads. */
+/* One step of a block; with the gradient's squares where there are `sums`. Leaves what the interval test reads. */
 SHARED void block_step(const adam_scalars *k, int with_max, int lists, compact_block *b, squares *sums)
 {
     for (int group = 0; group < BLOCK; group += SUPERADAM_LANES) {
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
             const int j = group + lane;
-            vec d, q, g = vec_load(REAL_DTYPE, b->terms.gradient, j, VEC_WIDTH);
+            vec d, q, g = vec_load(REAL_DTYPE, b->gradient, j, VEC_WIDTH);
             vec m = vec_load(REAL_DTYPE, b->exp_avg, j, VEC_WIDTH),
-                v = vec_load(REAL_DTYPE, b->exp_avg_sq, j, VEC_WIDTH), v_before = v;
+                v = vec_load(REAL_DTYPE, b->exp_avg_sq, j, VEC_WIDTH);
             vec vmax = with_max ? vec_load(REAL_DTYPE, b->max_exp_avg_sq, j, VEC_WIDTH) : vec_set(0);
             if (sums)
                 squares_add(sums, lane, g);
+            if (lists)
+                vec_store(REAL_DTYPE, b->before, j, v, VEC_WIDTH, 0);
             vec p = adam_formula(k, g, &m, &v, &vmax, vec_load(REAL_DTYPE, b->master, j, VEC_WIDTH), &d, &q);
             vec_store(REAL_DTYPE, b->master, j, p, VEC_WIDTH, 0);
             vec_store(REAL_DTYPE, b->exp_avg, j, m, VEC_WIDTH, 0);
             vec_store(REAL_DTYPE, b->exp_avg_sq, j, v, VEC_WIDTH, 0);
             if (with_max)
                 vec_store(REAL_DTYPE, b->max_exp_avg_sq, j, vmax, VEC_WIDTH, 0);
-            if (lists)
-                interval_keep(&b->terms, j, g, v_before, d, q, p);
+            if (lists) {
+                vec_store(REAL_DTYPE, b->denominator, j, d, VEC_WIDTH, 0);
+                vec_store(REAL_DTYPE, b->update, j, q, VEC_WIDTH, 0);
+            }
         }
     }
 }
 
-/* As run_vector, for a whole block of state in fewer bits. `uncertain` has bits for each SUPERADAM_LANES elements. */
+/* As run_vector, for a whole block of state in fewer bits. `certain` has bits for each SUPERADAM_LANES elements. */
 static inline __attribute__((always_inline)) void run_block(int pass, int gradient_dtype, int out_dtype,
                                                             const superadam_segment *segment,
                                                             const adam_scalars *accepted, const adam_scalars *current,
                                                             const interval_scalars *interval, int64_t i, int stream,
-                                                            squares *sums, uint16_t *uncertain)
+                                                            squares *sums, uint16_t *certain)
 {
     const int with_max = (accepted->flags | current->flags) & SUPERADAM_AMSGRAD;
     const int is_cut = segment->format & (SUPERADAM_MASTER_24BIT | SUPERADAM_LISTED_24BIT);
@@ -208,7 +187,7 @@ static inline __attribute__((always_inline)) void run_block(int pass, int gradie
         compact_store(segment, i, accepted->flags & SUPERADAM_AMSGRAD, accepted->turn, 1, &b);
     }
     block_gradient(gradient_dtype, segment->gradient, i, &b);
-    block_step(current, with_max, uncertain != 0, &b, sums);
+    block_step(current, with_max, certain != 0, &b, sums);
     if (pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE)
         compact_store(segment, i, current->flags & SUPERADAM_AMSGRAD, current->turn, 0, &b);
     else
@@ -217,29 +196,38 @@ static inline __attribute__((always_inline)) void run_block(int pass, int gradie
         return;
     for (int group = 0; group < BLOCK; group += SUPERADAM_LANES) {
 #pragma GCC unroll VEC_UNROLL
-        for (int j = group; j < group + SUPERADAM_LANES; j += VEC_WIDTH)
-            vec_store(out_dtype, segment->out, i + j, vec_load(REAL_DTYPE, b.master, j, VEC_WIDTH), VEC_WIDTH, stream);
-        if (uncertain)
-            uncertain[group / SUPERADAM_LANES] = interval_uncertain(out_dtype, interval, &b.terms, group, is_cut);
+        for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
+            const int j = group + lane;
+            vec p = vec_load(REAL_DTYPE, b.master, j, VEC_WIDTH);
+            vec_store(out_dtype, segment->out, i + j, p, VEC_WIDTH, stream);
+            if (!certain)
+                continue;
+            p = is_cut ? vec_load(REAL_DTYPE, b.moved, j, VEC_WIDTH) : p;
+            vec_mask mask = interval_is_certain(out_dtype, interval, vec_load(REAL_DTYPE, b.gradient, j, VEC_WIDTH),
+                                                vec_load(REAL_DTYPE, b.before, j, VEC_WIDTH),
+                                                vec_load(REAL_DTYPE, b.denominator, j, VEC_WIDTH),
+                                                vec_load(REAL_DTYPE, b.update, j, VEC_WIDTH), p, is_cut);
+            certain[group / SUPERADAM_LANES] |= (uint16_t)(vec_lanes(mask) << lane);
+        }
     }
 }
 
 /* As run_vectors, of state in fewer bits. */
-static inline __attribute__((always_inline)) void
-run_blocks(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
-           const adam_scalars *current, const interval_scalars *interval, int64_t begin, int64_t end, int stream,
-           squares *sums, uint16_t *uncertain)
+static inline __attribute__((always_inline)) void run_blocks(int pass, int gradient_dtype, int out_dtype,
+                                                             const superadam_segment *segment,
+                                                             const adam_scalars *accepted, const adam_scalars *current,
+                                                             const interval_scalars *interval, int64_t begin,
+                                                             int64_t end, int stream, squares *sums, uint16_t *certain)
 {
     tail t;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int is_tail = end - i < BLOCK;
-        uint16_t *bits = uncertain ? &uncertain[(i - begin) / SUPERADAM_LANES] : 0;
         if (is_tail)
             tail_read(&t, segment, pass, out_dtype, i, end - i);
         else
             compact_prefetch(segment, pass == SUPERADAM_COMMIT_AND_SPECULATE, i + PREFETCH_AHEAD);
         run_block(pass, gradient_dtype, out_dtype, is_tail ? &t.segment : segment, accepted, current, interval,
-                  is_tail ? 0 : i, is_tail ? 0 : stream, sums, bits);
+                  is_tail ? 0 : i, is_tail ? 0 : stream, sums, certain ? &certain[(i - begin) / SUPERADAM_LANES] : 0);
         if (is_tail)
             tail_write(&t, end - i);
     }
@@ -254,19 +242,18 @@ static inline __attribute__((always_inline)) void run_chunk(int pass, int gradie
     const int64_t rest = segment->length - begin;
     const int64_t end = begin + (rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK);
     const int with_norm = segment->sums != 0;
-    uint16_t bits[LATER + SUPERADAM_CHUNK / SUPERADAM_LANES] = {0},
-                                            *uncertain = bits + LATER; /* one for each element */
+    uint16_t certain[SUPERADAM_CHUNK / SUPERADAM_LANES] = {0}; /* a bit for each element */
     squares sums;
     squares_zero(&sums);
 
     if (compact)
         run_blocks(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, begin, end, stream,
-                   with_norm ? &sums : 0, lists ? uncertain : 0);
+                   with_norm ? &sums : 0, lists ? certain : 0);
     else
         run_vectors(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, begin, end, stream,
-                    with_norm, &sums, lists ? uncertain : 0);
+                    with_norm, &sums, lists ? certain : 0);
     if (lists)
-        interval_list(segment, begin, uncertain);
+        interval_list(segment, begin, certain);
     if (with_norm) {
         double lanes[SUPERADAM_LANES];
         squares_lanes(&sums, lanes);

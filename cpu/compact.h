@@ -25,16 +25,11 @@ typedef int32_t signed_words __attribute__((vector_size(4 * WORDS)));
 typedef uint16_t halves __attribute__((vector_size(2 * WORDS)));
 typedef uint8_t bytes __attribute__((vector_size(WORDS)));
 
-/* What the interval test reads of BLOCK elements; `value` is that before a master is cut. */
+/* One block of state in fp32, the gradient, and the terms of the formula that the interval test reads. */
 typedef struct {
-    float gradient[BLOCK], before[BLOCK], denominator[BLOCK], update[BLOCK], value[BLOCK];
-} __attribute__((aligned(64))) interval_terms;
-
-/* One block of state in fp32, and the terms of the formula. */
-typedef struct {
-    float master[BLOCK], exp_avg[BLOCK], exp_avg_sq[BLOCK], max_exp_avg_sq[BLOCK];
-    interval_terms terms;
-} compact_block;
+    float master[BLOCK], exp_avg[BLOCK], exp_avg_sq[BLOCK], max_exp_avg_sq[BLOCK], gradient[BLOCK];
+    float before[BLOCK], denominator[BLOCK], update[BLOCK], moved[BLOCK];
+} __attribute__((aligned(64))) compact_block;
 
 #define COMPACT static inline __attribute__((always_inline))
 /* Once for all variants of a pass: a call costs little against the 64 elements of a block, compiling costs much. */
@@ -277,11 +272,11 @@ SHARED void compact_round(const superadam_segment *s, int64_t i, uint32_t turn, 
 {
     uint32_t phases[BLOCK];
     if (s->format & SUPERADAM_MASTER_24BIT) {
-        master24_round(b->master, b->terms.value, turn, PHASES + s->first_threshold);
+        master24_round(b->master, b->moved, turn, PHASES + s->first_threshold);
     } else if (s->format & SUPERADAM_LISTED_24BIT) {
         for (int j = 0; j < BLOCK; j++)
             phases[j] = PHASES[s->index[i + j] % BLOCK + s->first_threshold];
-        master24_round(b->master, b->terms.value, turn, phases);
+        master24_round(b->master, b->moved, turn, phases);
     }
 }
 

@@ -39,23 +39,6 @@ static inline __attribute__((always_inline)) vec_mask interval_is_certain(int ou
     return vec_and_less(certain, vec_set(-0x1p-149f), v);
 }
 
-/* Returns which of the SUPERADAM_LANES elements from `at` on are uncertain, as bits. */
-static inline __attribute__((always_inline)) uint16_t interval_uncertain(int out_dtype, const interval_scalars *k,
-                                                                         const interval_terms *x, uint64_t at,
-                                                                         int is_cut)
-{
-    unsigned certain = 0;
-#pragma GCC unroll VEC_UNROLL
-    for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
-        const int64_t j = (int64_t)at + lane;
-        vec g = vec_load(REAL_DTYPE, x->gradient, j, VEC_WIDTH), v = vec_load(REAL_DTYPE, x->before, j, VEC_WIDTH);
-        vec d = vec_load(REAL_DTYPE, x->denominator, j, VEC_WIDTH), q = vec_load(REAL_DTYPE, x->update, j, VEC_WIDTH);
-        vec p = vec_load(REAL_DTYPE, x->value, j, VEC_WIDTH);
-        certain |= vec_lanes(interval_is_certain(out_dtype, k, g, v, d, q, p, is_cut)) << lane;
-    }
-    return (uint16_t)~certain;
-}
-
 /* Copies from[at[0]], from[at[1]], ..., elements of `size` bytes, 2 or 4. */
 static inline __attribute__((always_inline)) void interval_copy(int size, void *restrict to, const void *restrict from,
                                                                 const uint16_t *restrict at, int64_t count)
@@ -67,18 +50,18 @@ static inline __attribute__((always_inline)) void interval_copy(int size, void *
             ((uint16_t *)to)[j] = ((const uint16_t *)from)[at[j]];
 }
 
-/* Copies the elements of a chunk whose bits are set, with their state as it is now, to the segment's list. A branch for
- * each vector, while divisions are under way, would cost more than a second loop. */
-static void interval_list(const superadam_segment *segment, int64_t begin, const uint16_t *uncertain)
+/* Copies the elements of a chunk whose bits are not set, with their state as it is now, to the segment's list. A branch
+ * for each vector, while divisions are under way, would cost more than a second loop. */
+static void interval_list(const superadam_segment *segment, int64_t begin, const uint16_t *certain)
 {
     superadam_uncertain *list = segment->uncertain;
     uint16_t found[SUPERADAM_CHUNK + 2];
     int64_t count = 0;
     for (int i = 0; i < SUPERADAM_CHUNK; i += 64) {
-        const uint16_t *four = &uncertain[i / 16];
-        uint64_t bits = four[0] | (uint64_t)four[1] << 16 | (uint64_t)four[2] << 32 | (uint64_t)four[3] << 48;
-        if (segment->length - begin < i + 64) /* the segment's end */
-            bits &= segment->length - begin > i ? ~(~0ull << (segment->length - begin - i)) : 0;
+        const uint16_t *four = &certain[i / 16];
+        const int64_t left = segment->length - begin - i; /* elements, of which 64 are looked at */
+        uint64_t bits = ~(four[0] | (uint64_t)four[1] << 16 | (uint64_t)four[2] << 32 | (uint64_t)four[3] << 48);
+        bits &= left >= 64 ? ~0ull : left > 0 ? ~0ull >> (64 - left) : 0;
         int64_t next = count;
         count += __builtin_popcountll(bits);
         do { /* two at a time: there are seldom more, and a branch for each would often be mispredicted */

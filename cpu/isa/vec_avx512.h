@@ -63,27 +63,24 @@ static inline vec vec_load_bfloat16(const void *from)
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
-/* Each in the high half of its 32 bits; the low half has what was cut. */
+/* Each in the low half of its 32 bits. */
 static inline __m512i to_bfloat16(vec value)
 {
-    __m512i bits = _mm512_castps_si512(value);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+    __m512i bits = _mm512_castps_si512(value), high = _mm512_srli_epi32(bits, 16);
+    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16);
     __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    return _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
 }
 
 static inline vec vec_round_bfloat16(vec value)
 {
-    return _mm512_castsi512_ps(_mm512_and_si512(to_bfloat16(value), _mm512_set1_epi32((int)0xFFFF0000)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(to_bfloat16(value), 16));
 }
 
 static inline void vec_store_bfloat16(void *to, vec value, int stream)
 {
-    /* One instruction, where a shift and a narrowing conversion take three. */
-    const __m512i high = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0x1F001D, 0x1B0019, 0x170015, 0x130011, 0xF000D,
-                                          0xB0009, 0x70005, 0x30001);
-    store_halves(to, _mm512_castsi512_si256(_mm512_permutexvar_epi16(high, to_bfloat16(value))), stream);
+    store_halves(to, _mm512_cvtepi32_epi16(to_bfloat16(value)), stream);
 }
 
 static inline vec vec_load_float16(const void *from)
