@@ -1,4 +1,4 @@
-"""Runs the scheduler on a device made of time, and compares iterations with that device's clock alone.
+"""Runs the scheduler on a paced device, and compares iterations with that device's clock alone.
 
     python bench/pace.py --parameters 200000000 --ratios 0.25 0.5 1 1.5 --json NAME.json
     python bench/pace.py --ratios 1 1.5 --clipped 1    where every step is clipped
@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if asked.json is not None:
                 asked.json.write_text(json.dumps(pacing_report.to_json(here, settings, rows), indent=1) + "\n")
     console, where = Console(), f"{asked.threads} threads of {here['processor']}"
-    console.print(f"superadam on a clock with the rates of an H200, {where}", highlight=False)
+    console.print(f"superadam on a paced device with the rates of an H200, {where}", highlight=False)
     console.print(pacing_report.to_table(rows))
     for line in pacing_report.notes(rows, settings):
         console.print(line, style="dim", highlight=False)

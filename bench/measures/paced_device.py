@@ -1,4 +1,4 @@
-"""A device made of time, to measure a schedule without the hardware.
+"""A paced device, to measure a schedule without the hardware.
 
 Streams are clocks: enqueued work returns at once and takes its time, at given rates, in the order of its stream.
 Waiting sleeps, so that every core is free, as with a GPU. Values are moved and computed by the calling thread when they

@@ -1,4 +1,4 @@
-"""Iterations with the scheduler on a device made of time, against that device's clock alone.
+"""Iterations with the scheduler on a paced device, against that device's clock alone.
 
 Scheduler, worker, hooks and CPU kernels are the real ones. `measures.paced_device` says what the device cannot show.
 """

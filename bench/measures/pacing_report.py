@@ -23,7 +23,7 @@ _NAMES = {
 }
 
 LIMITS = (
-    "A device made of time cannot show contention for host memory or links, the cost of launching kernels, or "
+    "A paced device cannot show contention for host memory or links, the cost of launching kernels, or "
     "autograd's device thread."
 )
 

@@ -1,4 +1,4 @@
-"""A model whose layers take time on a device made of time, and compute nothing.
+"""A model whose layers take time on a paced device, and compute nothing.
 
 Its gradients are constants, handed over at once: the host runs ahead of the device, as with CUDA. They are made, and
 scaled to other norms, between measurements.

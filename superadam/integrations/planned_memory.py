@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, gigabytes
-from superadam.integrations.remedies import remedies
 from superadam.plan import UnplannableError, machines
 from superadam.plan.machines import Kind, Rate
 from superadam.plan.memory import Setting, Subject, memory_of
+from superadam.plan.remedies import remedies
 
 
 def setting_of(training: Any, moments: str, master: str) -> Setting:

@@ -1,4 +1,4 @@
-"""The device made of time: its clocks, by a clock that only waiting moves, and that time changes no bit."""
+"""The paced device: its clocks, by a clock that only waiting moves, and that time changes no bit."""
 
 import functools
 import itertools

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 
 from support.presets import PRESETS, peaks_found_once  # noqa: F401
 
-from superadam.integrations.remedies import remedies
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
 from superadam.plan.memory import RESUMING, SAVING, TRAINING, Memory, Setting, Subject, memory_of, total
+from superadam.plan.remedies import remedies
 
 pytestmark = pytest.mark.slow
 

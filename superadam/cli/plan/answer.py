@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from superadam.cli.plan.operations import operations
 from superadam.cli.plan.rates import rates_of
 from superadam.cli.plan.schedule import buckets_of, parts_of, placed, synchronous
-from superadam.integrations.remedies import Remedy, remedies
 from superadam.offload.needs import bytes_of_state
 from superadam.plan.activations import FORWARD, HEAD
 from superadam.plan.events import Clipping, Rates, Step, Work, simulate
 from superadam.plan.machines import Machine
 from superadam.plan.memory import MOST_TOKENS, SIZE, Memory, Setting, Subject, memory_of, placement_of, total
+from superadam.plan.remedies import Remedy, remedies
 
 EFFICIENCIES = (0.45, 0.55, 0.65)
 """Shares of the GPU's peak at which the model may compute: nothing but a measurement tells which."""

@@ -127,7 +127,7 @@ def _cells(timing: Timing) -> dict[str, str]:
         **{f"exposed: {words}": f"{getattr(step, name):.3f}" for name, words in CAUSES.items()},
         "seconds without overlap": f"{timing.synchronous:.3f}",
         "seconds with all state on the GPU": "no room" if on_gpu is None else f"{on_gpu:.3f}",
-        "Adam is hidden from, tokens": f"{timing.hides_from:,.0f}",
+        "tokens from which on Adam is hidden": f"{timing.hides_from:,.0f}",
     }
 
 
