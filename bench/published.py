@@ -32,7 +32,6 @@ from superadam.plan.memory import RESUMING, TRAINING, Setting, Subject, total
 FIGURES = Path(__file__).parent / "published" / "figures.csv"
 EFFICIENCY = 0.55  # of the GPU's peak, assumed where a row has no time without offload
 GIGA = 1e9
-UNITS = {"step_s": "s", "optimizer_s": "s", "tflops_per_gpu": "TFLOP/s", "tokens_per_s": "tokens/s"}
 
 CPU_ADAM = 28.0
 """Bytes that a fused AdamW with fp32 gradients and state moves for an element."""
@@ -230,16 +229,13 @@ def predictions() -> Mapping[str, Callable[[], Prediction]]:
 
 
 def figures_table() -> list[str]:
-    """Return all rows of the file in Markdown, predicted or not."""
+    """Return the rows of the file that can be predicted, in Markdown."""
     lines = ["| published | figure | by the model | decided by |", "|---|---|---|---|"]
     for row in rows():
         name = f"{row['system']}, {row['model']}, {row['gpus'] or '?'} x {row['gpu'] or '?'}".replace("1 x ?", "CPU")
         if (found := predictions().get(row["id"])) is not None:
             predicted = found()
             lines.append(f"| {name} | {predicted.published} | {predicted.predicted} | {predicted.decided_by} |")
-        else:
-            figure = next((f"{row[name]} {unit}" for name, unit in UNITS.items() if row[name]), "none")
-            lines.append(f"| {name} | {figure} | not predicted | {row['not_predicted']} |")
     return lines
 
 

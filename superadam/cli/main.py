@@ -31,8 +31,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with `message` on stderr."""
-        hint = " ('train' is now examples/train.py of the repository)" if "invalid choice: 'train'" in message else ""
-        self.exit(USAGE_STATUS, f"{self.prog}: {' '.join(message.splitlines())}{hint}; see '{self.prog} --help'\n")
+        self.exit(USAGE_STATUS, f"{self.prog}: {' '.join(message.splitlines())}; see '{self.prog} --help'\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Write all of `message`; argparse's own ignores that it cannot."""

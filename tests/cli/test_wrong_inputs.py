@@ -74,7 +74,7 @@ ANY_SENTENCE = (
 WRONG = {
     **dict.fromkeys(ANY_SENTENCE.split("|"), ""),
     **dict.fromkeys(("fly", "bench --threads many", "bench --wings"), "--help"),
-    "train --verify": "'train' is now examples/train.py",
+    "train --verify": "invalid choice: 'train'",
     "convert none.json": "cannot read none.json: ",
     "convert folder": "cannot read folder: ",
     "convert bytes.json": "is no text",
