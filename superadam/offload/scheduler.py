@@ -326,7 +326,6 @@ class OffloadScheduler(GradientHolder):
             gpu_buckets, bucket_numel, num_threads: as for the constructor; None for no change.
 
         Raises:
-            RuntimeError: the scheduler was closed.
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
             MemoryError: the device cannot hold the state of this many buckets; nothing was changed.
         """
@@ -334,7 +333,6 @@ class OffloadScheduler(GradientHolder):
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
             check_count(name, value, least=0 if name == "gpu_buckets" else 1, may_be_auto=False)
-        self._check_open()
         with self._lock():
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes), stays_automatic=gpu_buckets is None)

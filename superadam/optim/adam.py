@@ -511,7 +511,7 @@ class SpeculativeCPUAdam(Optimizer):
         """
         if not isinstance(state_dict, dict):
             raise ValueError(
-                f"the state dict is of type {type(state_dict).__name__}, expected a dict; "
+                f"the state dict is a {type(state_dict).__name__}, expected a dict; "
                 "load what optimizer.state_dict() returned"
             )
         arriving: dict[Tensor, dict[str, Any]] = {}

@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize(
     ("integration", "missing", "remedy"),
     [
-        ("transformers", "transformers", r"install superadam\[finetune\]"),
+        ("transformers", "transformers", "install superadam with its extra finetune"),
         ("lightning", "lightning.pytorch", "pip install lightning"),
     ],
 )

@@ -441,14 +441,18 @@ def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, torch.bfloat16)
     trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
     deepspeed = "^the Trainer uses DeepSpeed, which .*; train on several GPUs with FSDP2: "
-    fsdp1 = "^the Trainer uses FSDP1, whose shards .* fsdp_version: 2$"
+    fsdp1 = "^the Trainer uses FSDP1, whose shards .* fsdp_version: 2 and TRANSFORMER_BASED_WRAP$"
     for name, told in (("is_deepspeed_enabled", deepspeed), ("is_fsdp_enabled", fsdp1)):
         setattr(trainer, name, True)
         refused(RuntimeError, told, trainer)
         setattr(trainer, name, False)
     several = {"parallel_mode": integration.ParallelMode.DISTRIBUTED, "world_size": 2, "device": torch.device("cuda")}
     monkeypatch.setattr(trainer, "args", SimpleNamespace(**vars(trainer.args), **several))
-    refused(RuntimeError, "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2$", trainer)
+    refused(
+        RuntimeError,
+        "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2 and TRANSFORMER_BASED_WRAP$",
+        trainer,
+    )
     trainer.is_distributed_loading_by_transformers = True  # its parameters are shards
     integration._check_way_of_training(trainer)
 
