@@ -33,6 +33,6 @@ def test_integration(monkeypatch, integration, missing, remedy):
 )
 def test_example(monkeypatch, script, missing, extra):
     monkeypatch.setitem(sys.modules, missing, None)
-    told = rf'{script} cannot be run \(.*{missing.partition(".")[0]}.*\); pip install "superadam\[{extra}\]"'
+    told = rf'{script} cannot be run \(.*{missing.partition(".")[0]}.*\); in the clone: pip install "\.\[{extra}\]"'
     with pytest.raises(SystemExit, match=told):
         runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / script))
