@@ -66,6 +66,12 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
     return inner
 
 
+def is_one_group(model: nn.Module) -> bool:
+    """Return whether FSDP2 reduces all gradients of a model together, after backward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and sum(isinstance(module, fsdp.FSDPModule) for module in model.modules()) == 1
+
+
 def check_count(name: str, value: int | str, *, least: int = 1, may_be_auto: bool = True) -> None:
     """Raise ValueError if an argument is neither an integer of at least `least` nor, where that is allowed, "auto"."""
     if may_be_auto and value == "auto":

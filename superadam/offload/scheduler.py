@@ -30,7 +30,7 @@ from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
-from superadam.offload.arguments import check_count, check_device, check_model, check_transfer_dtype
+from superadam.offload.arguments import check_count, check_device, check_model, check_transfer_dtype, is_one_group
 from superadam.offload.buckets import Bucket, Bucketer, Hooks, Marked, ReducedGroups
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
@@ -135,6 +135,11 @@ class OffloadScheduler(GradientHolder):
             bytes_of_state=bytes_of_state(self._binding.storage, amsgrad=amsgrad),
             bytes_of_gradient=max((parameter.itemsize for parameter in parameters), default=0),
         )
+        if total > self.placement.bucket_numel and is_one_group(model):
+            _logger.warning(
+                "the model is one FSDP2 group, whose gradients come after backward, so that nothing overlaps; call "
+                "fully_shard() for each layer, too, or give Accelerate TRANSFORMER_BASED_WRAP"
+            )
         self._transfers = Transfers(self._device, self.statistics, self.trace, self.placement.transfer_dtype)
         self._transfers.staged_numel = self.placement.bucket_numel
         self._transfers.piece_numel = self.placement.bucket_numel if self.placement.num_threads else None

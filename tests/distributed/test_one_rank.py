@@ -130,3 +130,14 @@ def test_state_that_was_cleared_is_shown_as_it_is_made_again(device):
     for p, entry in optimizer.state.items():
         assert entry["step"] == 1
         assert entry["exp_avg"] is not before[p]
+
+
+@pytest.mark.parametrize("wraps_layers", [False, True])
+def test_a_model_that_is_one_group_is_told_that_nothing_overlaps(device, wraps_layers, caplog):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    wrap([*(model if wraps_layers else ()), model], mesh=init_device_mesh(device, (1,)))
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    for bucket_numel in ("auto", 300):  # in one bucket there is nothing to overlap
+        assert "one FSDP2 group" not in caplog.text
+        OffloadScheduler(optimizer, model, bucket_numel=bucket_numel).close()
+    assert ("the model is one FSDP2 group, whose gradients come after backward" in caplog.text) is not wraps_layers
