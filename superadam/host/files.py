@@ -40,8 +40,9 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        error.filename = os.fspath(path)  # which the caller knows
-        raise
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # which the caller knows
     finally:
         forks.call_in(process, part.unlink, True)
     synchronize(path.parent)  # the new name

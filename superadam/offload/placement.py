@@ -155,7 +155,7 @@ class Autotuner:
         self._step: list[Work] = []  # of this step
         self._seconds_per_element = 0.0  # that the worker took in the last step in which it had work
         self._wanted: list[int] = []  # what the last steps asked for, all more or all less than there is
-        self._most: int | None = None  # that the device had memory for
+        self._most: int | None = None  # elements that the device had memory for
         self._is_automatic = isinstance(gpu_buckets, str) and device.can_update and threads > 0
 
     def add_bucket(self, bucket: Bucket) -> None:
@@ -192,7 +192,7 @@ class Autotuner:
     def _has_new_choice(self, step: list[Work], awaited_at: float, update_seconds: float) -> bool:
         now = self.placement.gpu_buckets
         wanted = self._wanted_buckets(step, awaited_at, update_seconds)
-        wanted = wanted if self._most is None else min(wanted, self._most)
+        wanted = wanted if self._most is None else min(wanted, self._most // self.placement.bucket_numel)
         if wanted == now:
             self._wanted = []
             return False
@@ -250,8 +250,8 @@ class Autotuner:
 
     def shrink(self) -> None:
         """Keep half as many buckets, and never more from now on: the device has no memory for the present number."""
-        self._most = self.placement.gpu_buckets // 2
-        self.placement, self._wanted = replace(self.placement, gpu_buckets=self._most), []
+        self.placement, self._wanted = replace(self.placement, gpu_buckets=self.placement.gpu_buckets // 2), []
+        self._most = self.placement.gpu_buckets * self.placement.bucket_numel
 
     def place(self, placement: Placement, *, stays_automatic: bool) -> None:
         """Change the placement; `stays_automatic`: as far as it was, the number of resident buckets is.
@@ -266,7 +266,7 @@ class Autotuner:
                 f"{self.placement.num_threads}, and a worker can neither come nor go; make another scheduler"
             )
         self._is_automatic &= stays_automatic
-        self.placement = placement
+        self.placement, self._wanted = placement, []
 
     def _checked(self, placement: Placement) -> Placement:
         """Return a placement whose resident buckets the device can step, with room for what they have more than now."""

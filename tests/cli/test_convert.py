@@ -143,6 +143,10 @@ def test_older_forms_and_those_of_accelerate() -> None:
     assert "for layer in model.model.layers:" in text
     assert text.count(shard) == 2
     assert "TRANSFORMER_BASED_WRAP --fsdp_reshard_after_forward true --fsdp_offload_params true PROGRAM" in text
+    for stage in (0, 2, "auto"):  # where DeepSpeed leaves parameters on the device
+        text = translation.translated({"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}})
+        assert "offload_param.device: 'cpu': CPUOffloadPolicy of FSDP2" in text
+        assert "offload_policy=" not in text
 
 
 def test_the_translation_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

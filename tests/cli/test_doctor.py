@@ -196,7 +196,7 @@ def test_the_limit_of_the_control_group_is_told(tmp_path):
     assert free.startswith("8.0 of 16.0 GiB available: training of 587.3 million")
     limit = {"/sys/fs/cgroup/memory.max": str(4 << 30), "/sys/fs/cgroup/memory.current": "0"}
     limited = memory.main_memory(machine(tmp_path, files | limit)).detail
-    state = "training of 293.7 million parameters in bf16 (404.2 million with moments in bf16)"
+    state = "training of 293.7 million parameters in bf16 on a GPU (404.2 million with moments in bf16)"
     assert limited == f"4.0 of 16.0 GiB available, where the control group allows 4.0: {state}"
 
 

@@ -29,6 +29,7 @@ def test_file_is_readable_by_whom_the_mask_allows(tmp_path):
     [
         *(("write", error) for error in (ValueError("a fault"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full"))),
         *((call, OSError("out of order")) for call in ("fsync", "replace")),
+        ("replace", IsADirectoryError(errno.EISDIR, "is one", "a temporary name", None, "the name")),
     ],
 )
 def test_failure_leaves_the_older_file_and_no_rest(call, error, tmp_path, monkeypatch):
@@ -36,8 +37,10 @@ def test_failure_leaves_the_older_file_and_no_rest(call, error, tmp_path, monkey
     path.write_bytes(b"older")
     if call != "write":
         monkeypatch.setattr(os, call, fail)
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as caught:
         replace_file(path, lambda file: file.write(b"half of the new") and call == "write" and fail())
+    told = f"[Errno {error.errno}] {error.strerror}: '{path}'" if getattr(error, "errno", None) else str(error)
+    assert str(caught.value) == told
     assert path.read_bytes() == b"older"
     assert os.listdir(tmp_path) == ["file"]
 

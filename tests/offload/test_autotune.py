@@ -152,6 +152,8 @@ def test_a_full_device_bounds_the_choice() -> None:
     assert steps.autotuner.placement.gpu_buckets == 3
     assert steps.choose(seconds_per_element=1.0).gpu_buckets == 3
     assert steps.choose(seconds_per_element=1e-9).gpu_buckets == 0
+    steps.autotuner.place(Placement(0, 2000, None, 1), stays_automatic=True)  # what counts, is their elements
+    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 1
 
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def translated(config: dict[str, Any]) -> str:
     if device == "none":
         found.notes.append("zero_optimization.offload_optimizer: none there; here state is in host memory")
     shard = f"reshard_after_forward={stage == 3}"
-    if unread.get("zero_optimization.offload_param.device") == "cpu":
+    if stage == 3 and unread.get("zero_optimization.offload_param.device") == "cpu":
         shard += ", offload_policy=CPUOffloadPolicy()"
         del unread["zero_optimization.offload_param.device"]
     for key, value in unread.items():
@@ -267,7 +267,7 @@ def _text(found: _Settings, kind: str, shard: str, dtype: str | None) -> str:
     lines += [f"model.to({dtype})"] if dtype else []
     if shard:
         lines += [
-            "for layer in model.model.layers:  # on several ranks; gradients of one group alone come after backward",
+            "for layer in model.model.layers:  # on several ranks; without this loop nothing overlaps",
             f"    fully_shard(layer, {shard})",
             f"fully_shard(model, {shard})",
         ]

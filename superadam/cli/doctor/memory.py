@@ -30,7 +30,7 @@ NOTABLE_LOAD = 0.5
 VARIANTS = (Variant(128, 2 << 10, stream_out=True), Variant(32, 2 << 10, stream_out=True), Variant(128, 0))
 """Ways to move memory that are tried; `superadam bench` tries more."""
 BESIDE_STATE = 2 + list_bytes(GIB) / GIB
-"""Bytes per parameter that training in bf16 has in host memory beside the state: gradient, list of a clipped step."""
+"""Bytes on the host beside the state, for a bf16 parameter on a GPU: its gradient, and the list of a clipped step."""
 UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
 
 
@@ -40,7 +40,7 @@ def main_memory(host: Host) -> Finding:
     values = {"total_bytes": memory.total, "limit_bytes": memory.limit, "available_bytes": memory.available}
     formats = Storage(), Storage(Moments.BFLOAT16)
     counts = [in_words(memory.available / (bytes_of_state(each) + BESIDE_STATE)) for each in formats]
-    fits = f"training of {counts[0]} parameters in bf16 ({counts[1]} with moments in bf16)"
+    fits = f"training of {counts[0]} parameters in bf16 on a GPU ({counts[1]} with moments in bf16)"
     detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.limit < memory.total:
         detail += f", where the control group allows {memory.limit / GIB:.1f}"

@@ -68,9 +68,9 @@ def config_of(model: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any class, where a value has a wrong type
-        where = "a model of the hub's cache"
-        if is_folder:
-            where = f"a folder with a config.json that transformers reads ({str(error).strip().partition(chr(10))[0]})"
+        where = "a folder with a config.json" if is_folder else "a model of the hub's cache"
+        if is_folder or not isinstance(error, OSError):  # else it is not there
+            where += f" that transformers reads ({str(error).strip().partition(chr(10))[0]})"
         raise UnplannableError(
             f"{what}, and not {where}; name one of these, or put the model's config.json into a folder"
         ) from error
