@@ -59,8 +59,6 @@ PROGRAMS: list[Program] = []
 
 
 def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-    """Add a program to the table."""
-
     def add(train: Callable[[Run], None]) -> Callable[[Run], None]:
         PROGRAMS.append(
             Program(train.__name__, lambda run: train(Run(run.setting, run.limit, run.seen, run.optimizers)), **facts)
@@ -192,9 +190,6 @@ def graphs_that_survive_a_step(run: Run) -> None:
             run.see(loss)
 
 
-# ---- averaged weights -----------------------------------------------------------------------------------------------
-
-
 @program()
 def averages_saved_between_schedulers(run: Run) -> None:
     """Swapped in through `.data`, and out again: masters keep what a bf16 weight cannot hold."""
@@ -212,9 +207,6 @@ def averages_saved_between_schedulers(run: Run) -> None:
         through_disk(optimizer.state_dict())
         for parameter, value in zip(model.parameters(), kept, strict=True):
             parameter.data.copy_(value)
-
-
-# ---- gradients between backward and step ----------------------------------------------------------------------------
 
 
 @program()
