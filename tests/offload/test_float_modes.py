@@ -152,17 +152,7 @@ def ended(model: Net, optimizer: SpeculativeCPUAdamW) -> list[tuple[Bits, ...]]:
     return [tuple(bits(e.get(key, one)) for key in ("master", "exp_avg", "exp_avg_sq")) for one, e in pairs]
 
 
-def check(
-    program: list[Step],
-    dtype: torch.dtype,
-    device: str,
-    seed: int,
-    limit: float,
-    *,
-    lr: float = 0.01,
-    is_mixed: bool = False,
-    **where: Any,
-) -> None:
+def check(program: list[Step], dtype: Any, device: str, seed: int, limit: float, *, lr=0.01, is_mixed=False, **where):
     failed = set(telling._failed)
     plain, model, theirs = (Net(dtype, is_mixed=is_mixed) for _ in range(3))
     options = {"lr": lr, **OPTIONS}

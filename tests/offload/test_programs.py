@@ -7,6 +7,7 @@ gradients, write and read weights, change hyper-parameters, replace storage, fai
 import collections
 import contextlib
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -490,7 +491,7 @@ def clipped_by_the_optimizer_for_one_step(model: Any, optimizer: Any, step: int,
     return norm, optimizer.clip_grad_norm_(1e-3), optimizer.clip_grad_norm_([math.inf, 1.0, 1e6][step % 3])
 
 
-def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bool, clips: bool, micro: int = 1) -> Any:
+def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: Any, clips: bool, micro: int = 1) -> Any:
     """Make a step with loss scaling that overflows in the third and is too large in the fourth."""
     scaler = run.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
     optimizer.zero_grad()
@@ -498,13 +499,13 @@ def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bo
         loss = loss_of(model, step, number) * (math.inf if step == 2 else 1.0)
         with run.accumulate() if number < micro - 1 else contextlib.nullcontext():
             scaler.scale(loss).backward()
-    norm = None
-    if unscales:
+    norm, is_unscaled = None, unscales(step)
+    if is_unscaled:
         scaler.unscale_(optimizer)
         norm = clip_grad_norm_(model.parameters(), 1.0) if clips else gradients(model)[0].norm()
     scaler.step(optimizer)
     scaler.update()
-    return norm if step != 2 else None, scaler.get_scale(), None if unscales else loss.detach()
+    return norm if step != 2 else None, scaler.get_scale(), None if is_unscaled else loss.detach()
 
 
 for _name, _unscales, _clips, _micro in (
@@ -512,18 +513,15 @@ for _name, _unscales, _clips, _micro in (
     ("grad_scaler_unscaled_and_clipped", lambda step: True, True, 1),
     ("grad_scaler_over_micro_batches", lambda step: step % 2 == 0, False, 2),
 ):
-    program(_name, speculates=False, ignores=("outcome",) * _clips)(
-        lambda model, optimizer, step, run, unscales=_unscales, clips=_clips, micro=_micro: scaled_step(
-            model, optimizer, step, run, unscales=unscales(step), clips=clips, micro=micro
-        )
-    )
+    _iteration = functools.partial(scaled_step, unscales=_unscales, clips=_clips, micro=_micro)
+    program(_name, speculates=False, ignores=("outcome",) * _clips)(_iteration)
 
 
 @program(speculates=False)
 def grad_scaler_with_a_scale_that_is_no_power_of_two(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     if run.once():
         run.kept["scaler"] = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=1)
-    return scaled_step(model, optimizer, step, run, unscales=True, clips=False)
+    return scaled_step(model, optimizer, step, run, unscales=lambda step: True, clips=False)
 
 
 # ---- weights are written --------------------------------------------------------------------------------------------
