@@ -28,9 +28,7 @@ def gradients() -> list[torch.Tensor]:
     list(itertools.product([False, True], [False, True], [False, True], [0.0, 0.1])),
 )
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5)], ids=str)
-def test_bits_of_torch(
-    betas: tuple[float, float], amsgrad: bool, maximize: bool, decoupled: bool, weight_decay: float
-) -> None:
+def test_bits_of_torch(betas, amsgrad, maximize, decoupled, weight_decay):
     assert platform.machine() == "aarch64"
     assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"  # torch's name for NEON
     start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(2))

@@ -104,9 +104,7 @@ ORDERS: dict[str, tuple[Callable[[SimulatedDevice, Enqueue], object], set[str]]]
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.5])
 @pytest.mark.parametrize("name", ORDERS)
-def test_every_order_that_events_allow_comes_with_some_seed_and_the_same_with_one_seed(
-    name: str, eagerness: float
-) -> None:
+def test_every_order_that_events_allow_comes_with_some_seed_and_the_same_with_one_seed(name, eagerness):
     program, expected = ORDERS[name]
 
     def run(seed: int) -> str:
@@ -147,9 +145,7 @@ def test_fresh_memory_holds_nan(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_what_is_dropped_before_a_stream_has_read_it_is_nan_to_that_unless_it_was_recorded(
-    on_host: bool, is_recorded: bool
-) -> None:
+def test_what_is_dropped_before_a_stream_has_read_it_is_nan_to_that_unless_it_was_recorded(on_host, is_recorded):
     seen = set()
     for seed in range(20):
         device, target = lazy(seed), torch.zeros(4)

@@ -1,7 +1,7 @@
 """`examples/long_sequences.py`: ranks that hold slices of sequences have the gradients of whole ones."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -146,13 +146,7 @@ CASES = [
 ]
 
 
-def refusal_of(
-    words: str,
-    change: Callable[[dict[str, Any]], Any] = len,
-    model: type[PreTrainedModel] = LlamaForCausalLM,
-    batch: Callable[[Tensor], Tensor] = torch.clone,
-    **options: Any,
-) -> str | None:
+def refusal_of(words: str, change=len, model=LlamaForCausalLM, batch=torch.clone, **options: Any) -> str | None:
     """Return with what a model of these options is refused, given a changed batch or arguments; None if it is not."""
     case = Case("", model, options, sharding="none")
     try:

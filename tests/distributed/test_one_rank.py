@@ -90,9 +90,7 @@ def test_overlap_changes_no_bit(device, dtype, options):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "reduced"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "reduced"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64)])
 def test_reduced_gradients_are_those_of_fp32_shards(device, dtype, reduced, overlaps):
     model, twin = (sharded(device, shard, param_dtype=dtype, reduce_dtype=reduced) for shard in (dtype, torch.float32))
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.0, weight_decay=0.0)

@@ -16,12 +16,7 @@ from support.shards import Model, Oracle, local, model_of
 from support.visible import are_taken, bits, parameters_of
 from torch import nn
 from torch.distributed.checkpoint import load, save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -119,7 +114,7 @@ def test_the_next_forward_sees_new_values(rank, options, dtype):
             assert all(are_taken(optimizer))
         optimizer.step()
         optimizer.zero_grad()
-        plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+        plain.load_state_dict(dcp.get_model_state_dict(model, options=dcp.StateDictOptions(full_state_dict=True)))
         given, expected = (x.bfloat16(), copy.deepcopy(plain).bfloat16()) if options == "low precision" else (x, plain)
         assert bits(model(given)) == bits(expected(given))
 
@@ -263,7 +258,7 @@ def test_state_dicts_of_torch(rank, dtype):
 @on_ranks(2)
 def test_functions_of_distributed_checkpoint(rank, dtype, is_full, moments, tmp_path):
     """Where every parameter that is trained has state, which they need of every optimizer; shards go through files."""
-    options = StateDictOptions(full_state_dict=is_full)
+    options = dcp.StateDictOptions(full_state_dict=is_full)
     models = [model_of(dtype), model_of(dtype)]
     optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2, moments=moments) for m in models)
     for model in models[: 1 if is_full else 2]:
@@ -271,14 +266,14 @@ def test_functions_of_distributed_checkpoint(rank, dtype, is_full, moments, tmp_
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    state_dict = get_optimizer_state_dict(models[0], optimizer, options=options)
+    state_dict = dcp.get_optimizer_state_dict(models[0], optimizer, options=options)
     if not is_full:
         save({"optimizer": state_dict}, checkpoint_id=tmp_path)
         loaded.step()
         loaded.zero_grad()
-        state_dict = get_optimizer_state_dict(models[1], loaded, options=options)
+        state_dict = dcp.get_optimizer_state_dict(models[1], loaded, options=options)
         load({"optimizer": state_dict}, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(models[1], loaded, state_dict, options=options)
+    dcp.set_optimizer_state_dict(models[1], loaded, state_dict, options=options)
     models[1].load_state_dict(models[0].state_dict())
     assert state_of(optimizer) == state_of(loaded)
     for model, one in zip(models, (optimizer, loaded), strict=True):

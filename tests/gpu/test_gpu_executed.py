@@ -150,11 +150,7 @@ def check_scatter_code(code: Code, target: str, dtype: torch.dtype, aligned: boo
             check_vectors(code, what, [dtype], scatter.BLOCK // code.threads)
 
 
-CODE_CHECKS: dict[str, Callable[..., None]] = {
-    "adam_kernel": check_adam_code,
-    "pack_kernel": check_pack_code,
-    "scatter_kernel": check_scatter_code,
-}
+CODE_CHECKS = {"adam_kernel": check_adam_code, "pack_kernel": check_pack_code, "scatter_kernel": check_scatter_code}
 
 
 def check_arithmetic(
@@ -320,11 +316,7 @@ def check_scattering(dtype: torch.dtype, aligned: bool) -> None:
         check_scatter([dtype], [length], [0], length, starts)
 
 
-CHECKS: dict[str, Callable[..., None]] = {
-    "adam_kernel": check_adam,
-    "pack_kernel": check_packing,
-    "scatter_kernel": check_scattering,
-}
+CHECKS = {"adam_kernel": check_adam, "pack_kernel": check_packing, "scatter_kernel": check_scattering}
 
 
 def check(request: Request, code: Code) -> None:
@@ -499,9 +491,8 @@ SURVIVORS = {
 def chosen_requests() -> list[Request]:
     """Return variants of all kernels, mostly of the update, for all targets."""
     choices = random.Random(0)
-    made = [("adam_kernel", one) for one in choices.sample(gpu_variants.ADAM, 8)] + [
-        ("pack_kernel", one) for one in choices.sample(gpu_variants.PACK, 4)
-    ]
+    made = [("adam_kernel", one) for one in choices.sample(gpu_variants.ADAM, 8)]
+    made += [("pack_kernel", one) for one in choices.sample(gpu_variants.PACK, 4)]
     made += [("scatter_kernel", one) for one in choices.sample(gpu_variants.SCATTER, 2)]
     return [Request(("sm_90", "sm_80", "sm_100")[number % 3], *one) for number, one in enumerate(made)]
 

@@ -558,13 +558,6 @@ def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
     assert taken.unscale_factor() == 0.125
 
 
-def test_clipping_asks_for_norms() -> None:
-    keeper = NotingHolder()
-    parameter, _owner, taken = handle_for(torch.tensor([3.0, 4.0]), keeper)
-    clip_grad_norm_([parameter], 0.5)
-    assert (keeper.norms, keeper.given) == ([taken], [])
-
-
 def test_norm_that_was_taken_before_is_used_and_kept_apart() -> None:
     parameter, _owner, taken = handle_for(torch.tensor([3.0, 4.0]))
     taken.norm = torch.tensor(6.0)  # wrong, to be seen
@@ -710,9 +703,6 @@ def test_gradient_that_no_longer_fits_the_parameter_stays() -> None:
     parameter.data = torch.zeros(4)
     assert take_gradient(parameter) is None
     assert bits(parameter.grad) == bits(torch.ones(3))
-
-
-# -- giving back -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("give_back", [lambda p: p.grad.add_(1), lambda p: _set_data(p, torch.ones(8, 6))])

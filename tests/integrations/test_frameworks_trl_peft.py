@@ -97,9 +97,7 @@ ARCHITECTURES = {  # of examples/presets, which tie no weights
 def spoiled(config: type[transformers.PreTrainedConfig]) -> nn.Module:
     """Return a small model whose first layer's norms are frozen, which has no logits, and NaN in the fourth step."""
     torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config(**SIZES | ARCHITECTURES[config]), dtype=torch.bfloat16
-    )
+    model = transformers.AutoModelForCausalLM.from_config(config(**SIZES | ARCHITECTURES[config]), dtype=torch.bfloat16)
     for norm in (model.model.layers[0].input_layernorm, model.model.layers[0].post_attention_layernorm):
         norm.requires_grad_(False)
     model.lm_head.forward = None  # a loss that does without whole logits does not call it

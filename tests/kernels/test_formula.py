@@ -92,9 +92,6 @@ def test_no_inverse_restores_the_state():
     assert {name: round(share, 3) for name, share in shares.items()} == {"p": 0.999, "m": 0.426, "v": 0.967}
 
 
-# -- the norm ----------------------------------------------------------------------------------------------------------
-
-
 @given(length=lengths(), seed=SEEDS, kind=st.sampled_from([Magnitudes.ORDINARY, Magnitudes.WIDE]))
 def test_chunk_sums_are_sums_of_squares(length, seed, kind):
     gradient = random_array(np.random.default_rng(seed), length, kind, np.float32)

@@ -62,9 +62,7 @@ def test_sums_with_decay_are_rounded_for_every_factor(seed, lr):
     check_certain(dataclasses.replace(case, elements=beside_midpoints(rng, case, Dtype.BFLOAT16)), seed)
 
 
-EACH_PASS = pytest.mark.parametrize(
-    "which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE], ids=lambda which: which.name.lower()
-)
+EACH_PASS = pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE], ids=lambda which: which.name)
 
 
 @EACH_PASS

@@ -64,9 +64,7 @@ def test_of_equal_moments_the_greatest_is_the_older_one(dtype):
     assert np.signbit(segment.arrays["max_exp_avg_sq"].view).all()
 
 
-@pytest.mark.parametrize(
-    "which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE], ids=lambda which: which.name
-)
+@pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE])
 @pytest.mark.parametrize("out_dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name)
 def test_stores_past_the_caches_have_the_same_bits(which, out_dtype):
     """From 4 Mi elements on, an aligned `out` is written past the caches; one that is not aligned is not."""

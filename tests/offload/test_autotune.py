@@ -314,9 +314,7 @@ def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> 
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 10), st.integers(1, 60))
-def test_last_pieces_are_the_shortest_end_that_fills_the_buckets(
-    sizes: list[int], gpu_buckets: int, bucket_numel: int
-) -> None:
+def test_last_pieces_are_the_shortest_end_that_fills_the_buckets(sizes, gpu_buckets, bucket_numel):
     order: list[Piece] = [ParameterState(torch.empty(size), row, "p") for row, size in enumerate(sizes)]
     chosen = last_pieces(order, Placement(gpu_buckets, bucket_numel, None, 1))
     assert all(one is other for one, other in zip(chosen, reversed(order), strict=False))

@@ -48,9 +48,7 @@ class Line:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 100))
-def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_short(
-    sizes: list[int], bucket_numel: int
-) -> None:
+def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_short(sizes, bucket_numel):
     line = Line(sizes, bucket_numel)
     addresses = [line.arrive(row) for row in range(len(sizes))]
     before = len(line.sent)

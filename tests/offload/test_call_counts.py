@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,11 +19,7 @@ from superadam.devices import Device
 
 PACKAGE = str(Path(superadam.__file__).parent)
 
-MOST: dict[str, tuple[Callable[[], Device] | None, int, int]] = {
-    "alone": (None, 72, 14),
-    "step": (DeferredDevice, 84, 18),
-    "worker": (ThreadDevice, 210, 27),
-}
+MOST = {"alone": (None, 72, 14), "step": (DeferredDevice, 84, 18), "worker": (ThreadDevice, 210, 27)}
 """Device (None: no scheduler), and the most calls and files in the thread that trains; the worker's calls run in
 parallel. Each costs all who train small tensors."""
 STEPS = 40

@@ -30,11 +30,7 @@ from superadam.offload import buckets
 
 OPTIONS: dict[str, Any] = {"betas": (0.0, 0.99), "weight_decay": 0.1}  # exp_avg is the gradient
 SIZES = ((64, 2), (192,), (64, 1))
-MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "usual": nullcontext,
-    "flushed": flushed_denormals,
-    "upward": rounded_upward,
-}
+MODES = {"usual": nullcontext, "flushed": flushed_denormals, "upward": rounded_upward}
 FACTORS = [0.0, -0.0, -1.0, -0.3, 1e-45, 1e-30, 0.5, 0.3, 1.0, 3.0, 1e30, math.inf, -math.inf, math.nan]
 PRODUCTS: dict[str, Callable[[nn.ParameterList, list[Tensor], float], object]] = {
     "none": lambda model, gradients, factor: None,
@@ -156,17 +152,7 @@ def ended(model: Net, optimizer: SpeculativeCPUAdamW) -> list[tuple[Bits, ...]]:
     return [tuple(bits(e.get(key, one)) for key in ("master", "exp_avg", "exp_avg_sq")) for one, e in pairs]
 
 
-def check(
-    program: list[Step],
-    dtype: torch.dtype,
-    device: str,
-    seed: int,
-    limit: float,
-    *,
-    lr: float = 0.01,
-    is_mixed: bool = False,
-    **where: Any,
-) -> None:
+def check(program: list[Step], dtype: Any, device: str, seed: int, limit: float, *, lr=0.01, is_mixed=False, **where):
     failed = set(telling._failed)
     plain, model, theirs = (Net(dtype, is_mixed=is_mixed) for _ in range(3))
     options = {"lr": lr, **OPTIONS}

@@ -49,9 +49,7 @@ Backward = Callable[[Graph], None]
 SHAPES: list[Program] = []
 
 
-def shape(
-    make: Callable[[], nn.Module], name: str = "", *, steps_itself: bool = False, **facts: Any
-) -> Callable[[Backward], Backward]:
+def shape(make: Callable[[], nn.Module], name: str = "", *, steps_itself: bool = False, **facts: Any) -> Any:
     """Add a graph: its model, and one iteration of it, which may make the step as well."""
 
     def add(backward: Backward) -> Backward:
@@ -352,7 +350,6 @@ def compiled_whole(run: Graph) -> None:
 
 
 def step_of(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    """Make a whole step."""
     optimizer.zero_grad()
     one = loss(model(x))
     one.backward()
@@ -377,9 +374,6 @@ def compiled_between_backward_and_step(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
     with warnings.catch_warnings(action="error"):  # as where the compiler looks into what it does not know
         compiled(run, clamp, "eager")(run.model)
-
-
-# ---- the test -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -203,13 +203,7 @@ def after_calls(code: CodeType) -> set[int]:
     return {later.offset for earlier, later in pairs if earlier.opname.startswith(("CALL", "RESUME"))}
 
 
-def struck(
-    work: Callable[[], object],
-    at: int | None,
-    strike: Callable[[], None],
-    files: tuple[str, ...] = PACKAGE,
-    unit: str = "line",
-) -> int:
+def struck(work: Callable[[], object], at: int | None, strike: Callable[[], None], files=PACKAGE, unit="line") -> int:
     """Call, and strike before the n-th line of these files, or "opcode" after a call; return how many were run.
 
     Lines of the worker and of the simulated device are left out, which on real machines other threads run.
@@ -445,9 +439,7 @@ def test_modes_are_as_before_wherever_python_enters_and_leaves_a_manager(name: s
     assert state_bits(optimizer) == expected
 
 
-@pytest.mark.parametrize(
-    ("dtype", "strike"), [(torch.float32, ctrl_c), (torch.bfloat16, interrupt)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize(("dtype", "strike"), [(torch.float32, ctrl_c), (torch.bfloat16, interrupt)])
 def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, strike: Callable[[], None]) -> None:
     """And loads as a whole when it is called again, whatever line raised. Decay stays decoupled, as Adam's is not."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))

@@ -68,9 +68,7 @@ def test_needs_are_what_a_run_takes(dtype: torch.dtype, device: Device, amsgrad:
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=5), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 1))
-def test_one_large_parameter_takes_what_many_small_ones_do(
-    sizes: list[int], dtype: torch.dtype, is_on_host: bool, num_threads: int
-) -> None:
+def test_one_large_parameter_takes_what_many_small_ones_do(sizes, dtype, is_on_host, num_threads):
     """So that an estimate can be made before there is a model."""
     parameters = [
         nn.Parameter(torch.empty(size, dtype=dtype, device="cpu" if is_on_host else "meta")) for size in sizes

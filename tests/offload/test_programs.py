@@ -7,8 +7,8 @@ gradients, write and read weights, change hyper-parameters, replace storage, fai
 import collections
 import contextlib
 import copy
+import functools
 import gc
-import io
 import math
 import pickle
 from collections.abc import Callable, Iterable
@@ -18,22 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import programs
+from support.optimizers import through_disk
 from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch, slow_down
-from support.programs import (
-    EAGER,
-    OTHERS,
-    PATCHED,
-    SUMS,
-    Near,
-    Program,
-    Run,
-    Setting,
-    differences,
-    in_settings,
-    in_turn,
-    run_in,
-    state_of,
-)
+from support.programs import OTHERS, PATCHED, Program, Run, Setting, differences
 from support.visible import parameters_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -183,10 +171,10 @@ def show(run: Run, model: nn.Module, optimizer: Any, value: Any, *, looks: bool)
     if norm and optimizer.max_grad_norm is None:
         # Nothing is judged by it then: the norm of products that were recorded is computed from the norm before them,
         # without reading the gradients again, and torch rounds each product by at most this share of itself.
-        norm = Near(norm, torch.finfo(dtype_of(model)).eps / 2)
+        norm = programs.Near(norm, torch.finfo(dtype_of(model)).eps / 2)
     seen = {"value": value, "outcome": outcome and [outcome.kind.value, norm, outcome.clip_coefficient]}
     if looks:
-        seen["state"] = state_of(optimizer)
+        seen["state"] = programs.state_of(optimizer)
         seen["gradients"] = [parameter.grad for parameter in model.parameters()]
     run.see(parameters=list(model.parameters()), **seen)
 
@@ -480,13 +468,9 @@ def clipped_by_torch_twice_or_per_layer(model: Any, optimizer: Any, step: int, r
 
 @between(ignores=("outcome",), speculates=False)
 def clipped_by_torch_in_other_ways(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    match step:
-        case 0:
-            return clip_grad_norm_(model.parameters(), 1.0, foreach=False)
-        case 1:
-            return clip_grad_norm_(model.parameters(), 0.1, norm_type=math.inf)
-        case 2:
-            return clip_grad_norm_(model.parameters(), 10.0, norm_type=1)
+    if step < 3:
+        limit, options = [(1.0, {"foreach": False}), (0.1, {"norm_type": math.inf}), (10.0, {"norm_type": 1})][step]
+        return clip_grad_norm_(model.parameters(), limit, **options)
     norm = torch.nn.utils.get_total_norm(gradients(model))
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
     return norm
@@ -507,7 +491,7 @@ def clipped_by_the_optimizer_for_one_step(model: Any, optimizer: Any, step: int,
     return norm, optimizer.clip_grad_norm_(1e-3), optimizer.clip_grad_norm_([math.inf, 1.0, 1e6][step % 3])
 
 
-def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bool, clips: bool, micro: int = 1) -> Any:
+def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: Any, clips: bool, micro: int = 1) -> Any:
     """Make a step with loss scaling that overflows in the third and is too large in the fourth."""
     scaler = run.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
     optimizer.zero_grad()
@@ -515,13 +499,13 @@ def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bo
         loss = loss_of(model, step, number) * (math.inf if step == 2 else 1.0)
         with run.accumulate() if number < micro - 1 else contextlib.nullcontext():
             scaler.scale(loss).backward()
-    norm = None
-    if unscales:
+    norm, is_unscaled = None, unscales(step)
+    if is_unscaled:
         scaler.unscale_(optimizer)
         norm = clip_grad_norm_(model.parameters(), 1.0) if clips else gradients(model)[0].norm()
     scaler.step(optimizer)
     scaler.update()
-    return norm if step != 2 else None, scaler.get_scale(), None if unscales else loss.detach()
+    return norm if step != 2 else None, scaler.get_scale(), None if is_unscaled else loss.detach()
 
 
 for _name, _unscales, _clips, _micro in (
@@ -529,18 +513,15 @@ for _name, _unscales, _clips, _micro in (
     ("grad_scaler_unscaled_and_clipped", lambda step: True, True, 1),
     ("grad_scaler_over_micro_batches", lambda step: step % 2 == 0, False, 2),
 ):
-    program(_name, speculates=False, ignores=("outcome",) * _clips)(
-        lambda model, optimizer, step, run, unscales=_unscales, clips=_clips, micro=_micro: scaled_step(
-            model, optimizer, step, run, unscales=unscales(step), clips=clips, micro=micro
-        )
-    )
+    _iteration = functools.partial(scaled_step, unscales=_unscales, clips=_clips, micro=_micro)
+    program(_name, speculates=False, ignores=("outcome",) * _clips)(_iteration)
 
 
 @program(speculates=False)
 def grad_scaler_with_a_scale_that_is_no_power_of_two(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     if run.once():
         run.kept["scaler"] = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=1)
-    return scaled_step(model, optimizer, step, run, unscales=True, clips=False)
+    return scaled_step(model, optimizer, step, run, unscales=lambda step: True, clips=False)
 
 
 # ---- weights are written --------------------------------------------------------------------------------------------
@@ -698,14 +679,11 @@ def model_and_optimizer_copied(model: Any, optimizer: Any, step: int, run: Run) 
 
 @between(speculates=False)
 def checkpoint_saved(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], file)
-    file.seek(0)
-    weights, state = torch.load(file)
+    weights, state = through_disk([model.state_dict(), optimizer.state_dict()])
     return weights, {i: (entry["step"], entry["exp_avg"]) for i, entry in state["state"].items()}
 
 
-@before_the_step(settings=[EAGER], speculates=False)
+@before_the_step(settings=[programs.EAGER], speculates=False)
 def gradients_lie_where_a_library_reduces_them(model, optimizer, step, run):
     buffers = [torch.zeros_like(parameter).detach() for parameter in model.parameters()]
     for parameter, buffer in zip(model.parameters(), buffers, strict=True):
@@ -777,18 +755,9 @@ def hyper_parameters_changed(model: Any, optimizer: Any, step: int, run: Run) ->
     group = optimizer.param_groups[0]
     if step % 2:
         number = run.kept["number"] = run.kept.get("number", -1) + 1
-        match number % 5:
-            case 0:
-                change = {"lr": 0.003 * step}
-            case 1:
-                change = {"betas": (0.5 + 0.04 * step, 0.99)}
-            case 2:
-                change = {"weight_decay": 0.2 * step}
-            case 3:
-                change = {"eps": 1e-3 * step}
-            case 4:
-                change = {"maximize": not group["maximize"]}
-        group.update(change)
+        changes = [{"lr": 0.003 * step}, {"betas": (0.5 + 0.04 * step, 0.99)}, {"weight_decay": 0.2 * step}]
+        changes += [{"eps": 1e-3 * step}, {"maximize": not group["maximize"]}]
+        group.update(changes[number % 5])
     else:
         before, group["lr"] = group["lr"], 0.5
         group["lr"] = before
@@ -970,32 +939,26 @@ def micro_batches_of_which_the_last_reaches_the_first_layer_alone(model: Any, _:
     (10 * model.first(batch(step, dtype_of(model), width=16)).float().square().mean()).backward()
 
 
-@before_the_step(torch=False, steps=9)
+CALLS: list[Callable[[Any, Any, Any], object]] = [
+    lambda model, optimizer, _: optimizer.commit(),
+    lambda model, optimizer, _: optimizer.rollback(),
+    lambda model, optimizer, _: optimizer.reload_masters(),
+    lambda model, optimizer, _: optimizer.load_state_dict(optimizer.state_dict()),
+    lambda model, optimizer, _: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+    lambda model, optimizer, _: copy.deepcopy((model, optimizer)),
+    lambda model, optimizer, _: optimizer.param_groups[0].update(lr=0.03),
+    lambda model, optimizer, _: optimizer.clip_grad_norm_(3.0),
+    lambda model, optimizer, scheduler: scheduler and (scheduler.synchronize(), scheduler.place(bucket_numel=100)),
+]
+
+
+@before_the_step(torch=False, steps=len(CALLS))
 def micro_batches_with_a_call_in_between(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Another one in each step."""
     for micro in range(3):
         with run.accumulate() if micro < 2 else contextlib.nullcontext():
             backward(model, step, micro)
-        match step:
-            case 0:
-                optimizer.commit()
-            case 1:
-                optimizer.rollback()
-            case 2:
-                optimizer.reload_masters()
-            case 3:
-                optimizer.load_state_dict(optimizer.state_dict())
-            case 4:
-                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-            case 5:
-                copy.deepcopy((model, optimizer))
-            case 6:
-                optimizer.param_groups[0]["lr"] = 0.03
-            case 7:
-                optimizer.clip_grad_norm_(3.0)
-            case _ if run.scheduler is not None:
-                run.scheduler.synchronize()
-                run.scheduler.place(bucket_numel=100)
+        CALLS[step](model, optimizer, run.scheduler)
 
 
 @before_the_step(speculates=False, ignores=("outcome",))
@@ -1113,15 +1076,9 @@ def gradients_in_one_flat_buffer(model: Any, optimizer: Any, step: int, run: Run
 
 def _keep_a_view(parameter: Any, run: Run) -> None:
     views = run.kept.setdefault("views", [])
-    match len(views) % 4:
-        case 0:
-            views.append(parameter.grad.view(-1))
-        case 1:
-            views.append(parameter.grad.detach())
-        case 2:
-            views.append(parameter.grad.data[1:])
-        case 3:
-            views.append(torch.empty(0, dtype=parameter.dtype).set_(parameter.grad.untyped_storage()))
+    ways: list[Callable[[Tensor], Tensor]] = [lambda g: g.view(-1), lambda g: g.detach()]
+    ways += [lambda g: g.data[1:], lambda g: torch.empty(0, dtype=g.dtype).set_(g.untyped_storage())]
+    views.append(ways[len(views) % 4](parameter.grad))
 
 
 @before_the_step(prepare=hooked(_keep_a_view, lambda model: [*model.first.parameters(), *model.blocks.parameters()]))
@@ -1432,12 +1389,12 @@ after("amsgrad_changed_after_the_step", torch=False, admits_8bit=False, steps=6,
 # ---- the tests ------------------------------------------------------------------------------------------------------
 
 
-@in_settings(PROGRAMS)
+@programs.in_settings(PROGRAMS)
 def test_program_has_the_bits_of_the_plain_run_and_of_torch(program: Program, settings: list[Setting]) -> None:
     assert differences(program, settings) == []
 
 
-@in_turn(PROGRAMS, SUMS)
+@programs.in_turn(PROGRAMS, programs.SUMS)
 def test_program_has_the_bits_of_the_plain_run_with_sums_on_the_host(program, settings):
     assert differences(program, settings) == []
 
@@ -1459,7 +1416,7 @@ def test_settings_do_what_they_are_for() -> None:
     """Some steps are clipped where there is a limit, and all and patched where that is asked for."""
     plainest = PROGRAMS[0]
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        shown = run_in(plainest, Setting("plain", dtype, clips=True, looks=True))
+        shown = programs.run_in(plainest, Setting("plain", dtype, clips=True, looks=True))
         assert {one["outcome"][0] for one in shown[:STEPS]} == {"committed", "clipped"}
     for setting in PATCHED:
         run = Run(setting)

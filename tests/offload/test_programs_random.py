@@ -395,15 +395,7 @@ class OverlappedRun(RuleBasedStateMachine):
         in_fp32 = iteration.hint == "accumulate in fp32" and self.dtype == torch.float32
         return twin.scheduler.accumulate(torch.float32 if in_fp32 else None)
 
-    def backward(
-        self,
-        twin: Twin,
-        iteration: Iteration,
-        number: int,
-        *,
-        fails: bool = False,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
+    def backward(self, twin: Twin, iteration: Iteration, number: int, *, fails=False, scaler: Any = None) -> None:
         twin.model.uses = iteration.micro_batches[number % len(iteration.micro_batches)]
         twin.model.error = PlantedError() if fails else None
         loss = loss_of(twin.model, iteration.seed, number) * iteration.scale

@@ -5,6 +5,7 @@ Each program is a whole run with loops, models and wrappers of its own; those of
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,8 +60,6 @@ PROGRAMS: list[Program] = []
 
 
 def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-    """Add a program to the table."""
-
     def add(train: Callable[[Run], None]) -> Callable[[Run], None]:
         PROGRAMS.append(
             Program(train.__name__, lambda run: train(Run(run.setting, run.limit, run.seen, run.optimizers)), **facts)
@@ -107,7 +106,7 @@ def gaussian_splatting(run: Run) -> None:
     points: Any = nn.ParameterDict({key: run.data(seed, *shape) for seed, (key, shape) in enumerate(shapes.items())})
     groups = [{"params": [p], "lr": 0.01 * (n + 1), "name": key} for n, (key, p) in enumerate(points.items())]
     optimizer = run.adamw(groups, eps=1e-15)
-    sizes = torch.zeros(128)
+    replace_all, sizes = functools.partial(replace, points, optimizer), torch.zeros(128)
     with run.overlap(optimizer, points):
         for step in range(8):
             where = run.data(900 + step, 8, 4)  # of pixels, to each of which every point contributes
@@ -119,24 +118,17 @@ def gaussian_splatting(run: Run) -> None:
             optimizer.zero_grad()
             if step == 2:  # the 64 points with the largest gradients get copies without a history
                 top = sizes.argsort(descending=True, stable=True)[:64]
-                replace(
-                    points,
-                    optimizer,
+                replace_all(
                     lambda key, p: torch.cat([p, p[top]]),  # noqa: B023
                     lambda value: torch.cat([value, torch.zeros_like(value[:64])]),
                 )
                 sizes = torch.zeros(192)
             elif step == 4:  # the 64 points that are the most transparent go
                 kept = points["opacities"].detach().squeeze(-1).argsort(descending=True, stable=True)[:-64]
-                replace(points, optimizer, lambda key, p: p[kept], lambda value: value[kept])  # noqa: B023
+                replace_all(lambda key, p: p[kept], lambda value: value[kept])  # noqa: B023
                 sizes = torch.zeros(128)
             elif step == 5:  # all points become rather transparent, and forget how they came to be otherwise
-                replace(
-                    points,
-                    optimizer,
-                    lambda key, p: p.clamp(max=-1.0) if key == "opacities" else p + 0,
-                    torch.zeros_like,
-                )
+                replace_all(lambda key, p: p.clamp(max=-1.0) if key == "opacities" else p + 0, torch.zeros_like)
             for p in points.values():  # masters, which the program knows nothing of, are those of the new parameters
                 assert frozen(optimizer.state[p].get("master", p).to(p.dtype)) == frozen(p.detach())
             run.see(loss)
@@ -192,9 +184,6 @@ def graphs_that_survive_a_step(run: Run) -> None:
             run.see(loss)
 
 
-# ---- averaged weights -----------------------------------------------------------------------------------------------
-
-
 @program()
 def averages_saved_between_schedulers(run: Run) -> None:
     """Swapped in through `.data`, and out again: masters keep what a bf16 weight cannot hold."""
@@ -212,9 +201,6 @@ def averages_saved_between_schedulers(run: Run) -> None:
         through_disk(optimizer.state_dict())
         for parameter, value in zip(model.parameters(), kept, strict=True):
             parameter.data.copy_(value)
-
-
-# ---- gradients between backward and step ----------------------------------------------------------------------------
 
 
 @program()

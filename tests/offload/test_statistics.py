@@ -165,9 +165,7 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
         st.tuples(st.text(), st.sampled_from(TRACKS), st.floats(0, 1e6), st.floats(0, 1e3), st.floats()), max_size=6
     )
 )
-def test_spans_are_complete_with_times_in_microseconds_from_the_first_and_any_value_is_json(
-    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[str, str, float, float, float]]
-) -> None:
+def test_spans_are_complete_with_times_in_microseconds_from_the_first_and_any_value_is_json(tmp_path_factory, drawn):
     one = Trace()
     for name, track, begin, length, value in drawn:
         one.add(name, track, begin, begin + length, value=value)

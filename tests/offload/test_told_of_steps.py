@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from offload.test_buckets import Recorder
 from offload.test_programs import Net, backward, loss_of
 from support.overlap import ImmediateDevice, PlantedError, ThreadDevice
 from support.programs import PATCHED, Run, Setting, Shown, first_difference, state_of
@@ -155,15 +156,9 @@ def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Tensor] = []
-
-    class Ready:
-        def take(self, parameter: Tensor) -> None:
-            called.append(parameter)
-
-    ready = Ready()
+    recorder = Recorder()
     parameters = [nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(4)]
-    hooks = Hooks(ready.take)
+    hooks = Hooks(recorder.note)
     hooks.watch(parameters)
     for one in parameters[1:]:
         one.requires_grad_(True)
@@ -177,7 +172,7 @@ def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatc
     parameters[0].requires_grad_(True)
     hooks.look_for_unfrozen()
     torch.stack(parameters).sum().backward()
-    assert sorted(map(id, called)) == sorted(map(id, parameters))
+    assert sorted(map(id, recorder.seen)) == sorted(map(id, parameters))
 
 
 def test_a_log_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

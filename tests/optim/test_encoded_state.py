@@ -159,9 +159,7 @@ def test_what_is_written_counts_where_a_process_group_is_set(key: str) -> None:
 @pytest.mark.parametrize("factor", [None, 1.0, 4.0])
 @pytest.mark.parametrize("is_counted", [False, True])
 @pytest.mark.parametrize("speculative", [False, True])
-def test_what_is_written_counts_though_nobody_keeps_it(
-    key: str, factor: float | None, is_counted: bool, speculative: bool
-) -> None:
+def test_what_is_written_counts_though_nobody_keeps_it(key, factor, is_counted, speculative):
     """Also past the version counter, and after gradients were speculated on; looking changes nothing."""
     optimizer, plain, untouched = trained(make()), trained(make()), trained(make())
     for one in (optimizer, plain, untouched):
@@ -475,9 +473,7 @@ CALLS: dict[str, Callable[[SpeculativeCPUAdamW], object]] = {
 
 @pytest.mark.parametrize("storage", [("fp32", "fp32"), ("fp32", "24bit"), ("8bit", "fp32"), ("8bit", "24bit")], ids=str)
 @pytest.mark.parametrize("write", WRITES)
-def test_a_master_that_is_written_to_counts_and_one_that_is_assigned_only_as_the_parameter_rounds(
-    write: str, storage: tuple[str, str]
-) -> None:
+def test_a_master_that_is_written_to_counts_and_one_that_is_assigned_only_as_the_parameter_rounds(write, storage):
     """However the state is stored, whatever is held of it, and whoever looks before the step."""
     change, expected = WRITES[write]
     for calls in [(), *itertools.product(CALLS, repeat=2)]:

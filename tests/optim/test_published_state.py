@@ -78,18 +78,7 @@ def test_refused_parameters_leave_those_of_before_in_their_places() -> None:
     with pytest.raises(ValueError, match="share memory"):
         optimizer.commit()
     group["params"] = [first, second]
-    for one in (optimizer, twin):
-        train(one, 2, speculative=True)
-    assert visible(optimizer) == visible(twin)
-
-
-def test_parameters_side_by_side_in_one_buffer() -> None:
-    flat = SpeculativeCPUAdam(_views(slice(6), slice(6, 10)))
-    apart = SpeculativeCPUAdam([torch.nn.Parameter(torch.zeros(length)) for length in (6, 4)])
-    for seed in range(2):
-        for optimizer in (flat, apart):
-            train(optimizer, seed, speculative=bool(seed))
-    assert visible(flat) == visible(apart)
+    train_alike(optimizer, twin, 2)
 
 
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -338,9 +327,7 @@ def test_what_users_write_into_a_state_they_hold_survives_binding_anew(dtype, ch
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize(
-    "step", [5, torch.tensor(5.0), torch.tensor(5.0, dtype=torch.float64), torch.tensor([5])], ids=str
-)
+@pytest.mark.parametrize("step", [5, torch.tensor(5.0), torch.tensor(5.0, dtype=torch.float64), torch.tensor([5])])
 @pytest.mark.parametrize("speculative", [False, True])
 def test_assigned_state_is_advanced_in_place(dtype: torch.dtype, step: Any, speculative: bool) -> None:
     optimizer, twin = make(dtype), make(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,9 +158,7 @@ class Closed(torch.Tensor):
     """A tensor that does not show its storage."""
 
     @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., object], types: object, args: object = (), kwargs: object = None
-    ) -> object:
+    def __torch_function__(cls, function: Any, types: object, args: object = (), kwargs: object = None) -> object:
         if function is torch.Tensor.untyped_storage:
             raise NotImplementedError("there is none")
         return super().__torch_function__(function, types, args, kwargs)

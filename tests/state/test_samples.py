@@ -188,9 +188,7 @@ def test_nothing_is_found_where_nobody_wrote(dtype: torch.dtype, where: str, mon
     assert not any(finds)
 
 
-def optional_scheduler(
-    optimizer: SpeculativeCPUAdam, model: nn.Module, where: str
-) -> contextlib.AbstractContextManager[object]:
+def optional_scheduler(optimizer: SpeculativeCPUAdam, model: nn.Module, where: str) -> Any:
     """Return a context in which a scheduler runs, as named in `DEVICES` or with buckets that stay on the device."""
     if where == "no scheduler":
         return contextlib.nullcontext()

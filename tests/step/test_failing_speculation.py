@@ -29,12 +29,7 @@ ALLOCATING = (
     (CoefficientTable, "array"),
     (transaction, "empty_lists"),
 )
-FORMATS: tuple[dict[str, Any], ...] = (
-    {},
-    {"amsgrad": True},
-    {"moments": "bf16"},
-    {"moments": "8bit", "master": "24bit"},
-)
+FORMATS = ({}, {"amsgrad": True}, {"moments": "bf16"}, {"moments": "8bit", "master": "24bit"})
 
 
 class Memory:

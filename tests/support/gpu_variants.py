@@ -110,11 +110,7 @@ def launch_scatter(dtype: torch.dtype, aligned: bool, numel: int = 10) -> None:
     gpu.scatter_values([tensor(numel, dtype)], [tensor(numel, dtype, aligned)])
 
 
-LAUNCHES: dict[str, Callable[..., None]] = {
-    "adam_kernel": launch_adam,
-    "pack_kernel": launch_pack,
-    "scatter_kernel": launch_scatter,
-}
+LAUNCHES = {"adam_kernel": launch_adam, "pack_kernel": launch_pack, "scatter_kernel": launch_scatter}
 
 SOURCES = [*((dtype,) for dtype in DTYPES), tuple(dtype for dtype in DTYPES if dtype != torch.float64)]
 """Dtypes of gradients that are packed together."""

@@ -71,7 +71,6 @@ _runs = itertools.count(1)
 
 
 def end_workers(first: int = 0) -> None:
-    """End the processes that stay."""
     while len(_ranks) > first:
         _ranks.pop().process.kill()
 

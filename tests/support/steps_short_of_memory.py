@@ -62,7 +62,6 @@ class Allocations:
 
     @property
     def seen(self) -> int:
-        """Allocations that were counted."""
         return int(self._library.allocations_seen())
 
     @contextmanager
@@ -274,7 +273,6 @@ class Twins:
         self.number = 0
 
     def calm(self, steps: int, factor: float = OFTEN["accepted"]) -> None:
-        """Make ordinary steps."""
         for _ in range(steps):
             for one in (self._ours, self._other):
                 one.step_of(self.number, factor)
@@ -307,9 +305,8 @@ class Twins:
             cause = raised.__cause__ if isinstance(raised, WorkerError) else raised
             is_planted = cause is not None and is_short_of_memory(cause) and is_failing and has_gradients
             assert is_planted, f"{what}: {raised!r}"
-            assert _shown_and_created(ours.optimizer) == before, (
-                f"{what}: parameters had changed when {raised!r} was raised"
-            )
+            now = _shown_and_created(ours.optimizer)
+            assert now == before, f"{what}: parameters had changed when {raised!r} was raised"
             ours.step()
         self.number += 1
 
@@ -319,7 +316,6 @@ class Twins:
         assert ours == theirs, f"{self.report.name}, {when}: other bits than undisturbed"
 
     def close(self) -> None:
-        """End both."""
         self._ours.close()
         self._other.close()
 

@@ -44,9 +44,8 @@ class Wait:
     number: int
 
     def __str__(self) -> str:
-        return f"{self.module.removeprefix('superadam.')} {self.function}: {self.text}" + f" #{self.number}" * bool(
-            self.number
-        )
+        number = f" #{self.number}" if self.number else ""
+        return f"{self.module.removeprefix('superadam.')} {self.function}: {self.text}{number}"
 
 
 def modules() -> Iterator[ModuleType]:
