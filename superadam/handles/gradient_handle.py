@@ -36,14 +36,7 @@ from superadam.handles.taken_gradient import (
 )
 from superadam.kernels import torch_private
 from superadam.kernels.nested import map_tensors, tensors_in
-from superadam.kernels.torch_private import (
-    base_of,
-    is_tracing,
-    missing,
-    storage_key,
-    storage_use_count,
-    tensor_use_count,
-)
+from superadam.kernels.torch_private import base_of, missing, storage_key, storage_use_count, tensor_use_count
 
 aten = torch.ops.aten
 
@@ -147,7 +140,7 @@ class GradientHandle(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As in torch. Does not give back while a compiler traces, which must not see `.grad` change."""
-        return super().untyped_storage() if is_tracing() else _memory(self).untyped_storage()
+        return super().untyped_storage() if torch_private.is_tracing() else _memory(self).untyped_storage()
 
     @_ordinarily
     def __copy__(self) -> Tensor:
@@ -532,7 +525,7 @@ def is_held(values: Any, key: Any, holders: int) -> bool:
     The tensor that it is a view of may be referred to by the view alone. Of numpy arrays, only those that have its
     memory now count: one that is gone must not keep state held.
     """
-    if torch_private.missing:  # nothing is counted
+    if missing:  # nothing is counted
         return True
     try:
         found, is_view = references(sys.getrefcount(values[key]), values[key]), base_of(values[key]) is not None
