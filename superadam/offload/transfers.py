@@ -35,9 +35,10 @@ class _HeldBytes:
     """Counts bytes that become free in about the order in which they were taken.
 
     It stores running totals, subtracts nothing and takes no lock, so that no interrupt or finalizer can corrupt it.
+    Holders are weak references, unless `is_free` tells of others.
     """
 
-    def __init__(self, is_free: Callable[[Any], bool]) -> None:
+    def __init__(self, is_free: Callable[[Any], bool] = lambda reference: reference() is None) -> None:
         self._is_free = is_free
         self._holders: collections.deque[tuple[Any, int, int]] = collections.deque()
 
@@ -62,10 +63,6 @@ class _HeldBytes:
         return 0
 
 
-def _is_gone(reference: weakref.ref[Any]) -> bool:
-    return reference() is None
-
-
 class Transfers(NewValues):
     """Copies of gradients and new values for one device, which overlap with the model's work.
 
@@ -85,7 +82,7 @@ class Transfers(NewValues):
         self.transfer_dtype = transfer_dtype
         self.computes_norms = False
         # Packed gradients, by the events with which they have left, or by references to the values that replace them.
-        self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes(_is_gone)
+        self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes()
         self._most_packed = self._largest = 0  # on the device at once; one bucket
         self._travelled = self._most_travelled = 0  # bytes packed in a step, since a bucket came again: in one backward
         self._packed: set[int] = set()  # the first row of each of its buckets
@@ -93,7 +90,7 @@ class Transfers(NewValues):
         self.statistics, self.trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
-        self._shadows = _HeldBytes(_is_gone)  # by references to them
+        self._shadows = _HeldBytes()  # by references to them
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
