@@ -60,7 +60,11 @@ class Predictor:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
         predicted, self._predicted = self._predicted, []
         seen, self._seen = self._seen, {}
-        self._learn_uncertain()
+        if self._listed:
+            self._uncertain += 0.5 * (self._found / self._listed - self._uncertain)
+            self._listed, self._found = 0.0, 0
+        else:  # without any list, less and less trust in what was learned: lr may have changed
+            self._uncertain += FADING * (min(self._uncertain, FIRST_UNCERTAIN) - self._uncertain)
         if applied is None:
             return
         norm, factor, unscaling, self._is_own = applied
@@ -95,14 +99,6 @@ class Predictor:
             elements, uncertain = elements + numel, uncertain + its_list.count
         if elements:
             self._listed, self._found = self._listed + elements * spread, self._found + uncertain
-
-    def _learn_uncertain(self) -> None:
-        """Learn from all lists of a step; without any, trust less and less in what was learned: lr may have changed."""
-        if self._listed:
-            self._uncertain += 0.5 * (self._found / self._listed - self._uncertain)
-            self._listed, self._found = 0.0, 0
-        else:
-            self._uncertain += FADING * (min(self._uncertain, FIRST_UNCERTAIN) - self._uncertain)
 
     def leaves_out(self, piece: Piece, prediction: Prediction, unscaling: float) -> bool:
         """Whether speculation on a piece would be in vain, if the verdict's factor is not the predicted one.

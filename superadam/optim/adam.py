@@ -21,7 +21,6 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.optim import arguments, checkpoint
-from superadam.optim.arguments import parameters_of
 from superadam.optim.binding import Binding, all_names_of, hyper_by_row, names_of, runs_of, untracked
 from superadam.optim.entry import raw
 from superadam.state.parameter import ParameterState, Pending, check_parameter, pieces_of
@@ -354,7 +353,7 @@ class SpeculativeCPUAdam(Optimizer):
     def rollback(self) -> None:
         """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
         self._binding.drop()
-        for parameter in parameters_of(self):
+        for parameter in arguments.parameters_of(self):
             taken = None if parameter.grad is None else taken_of(parameter.grad)
             if taken is not None:
                 taken.leave_speculation()
@@ -512,7 +511,7 @@ class SpeculativeCPUAdam(Optimizer):
             # Check everything and take the tensors out, so that torch neither casts nor moves them.
             if self._arriving is not arriving:  # a signal kept an earlier call from removing this
                 return None
-            named = zip(parameters_of(self), all_names_of(self.param_groups), strict=True)
+            named = zip(arguments.parameters_of(self), all_names_of(self.param_groups), strict=True)
             states = [  # without what they have, which may be refused
                 ParameterState(parameter, row, name, storage=self._storage)
                 for row, (parameter, name) in enumerate(named)
