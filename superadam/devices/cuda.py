@@ -66,9 +66,6 @@ class CudaDevice(Device):
         found: torch.cuda.Stream = self._streams.get(stream) or self._cuda.current_stream(self.device)
         return found
 
-    def is_host(self, tensor: Tensor) -> bool:
-        return tensor.is_cpu
-
     def mark_ready(self, parameter: Tensor) -> Event:
         """Return an event for a gradient on the host; for others the current stream, mostly free to wait for."""
         return self.record(Stream.CURRENT) if self.is_host(parameter) else self._stream(Stream.CURRENT)

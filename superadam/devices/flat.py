@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -33,13 +34,11 @@ class FlatLayout(Generic[_Member]):
 
     def __init__(self, states: Sequence[_Member]) -> None:
         self.states = tuple(states)
-        self.offsets: list[int] = []  # first element of each
-        self.numel = 0  # of the buffer, with the gaps
-        self._positions: list[tuple[torch.Size, tuple[int, ...], int]] = []
-        for state in self.states:
-            self.offsets.append(self.numel)
-            self._positions.append((state.shape, state.strides, self.numel))
-            self.numel += aligned(state.shape.numel())
+        sizes = (aligned(state.shape.numel()) for state in self.states)
+        # The first element of each, and how many the buffer has, with the gaps.
+        *self.offsets, self.numel = itertools.accumulate(sizes, initial=0)
+        pairs = zip(self.states, self.offsets, strict=True)
+        self._positions = [(state.shape, state.strides, begin) for state, begin in pairs]
 
     def cut(self, buffer: Tensor) -> FlatTensors:
         """Return the members of a 1-D buffer of `numel` elements, without references to `states`."""

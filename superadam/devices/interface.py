@@ -86,9 +86,9 @@ class Device(abc.ABC):
     is_capturing: Callable[[], bool] = bool
     """Whether what is enqueued to the current stream is recorded, as for a CUDA graph: `bool()` is False."""
 
-    @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:
         """Whether CPU kernels may read and write this tensor as soon as Python can."""
+        return tensor.is_cpu
 
     def mark_ready(self, parameter: Tensor) -> Event | None:
         """Return an event after which a parameter's new gradient has its values; None if it has them already.

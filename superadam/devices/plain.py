@@ -48,9 +48,6 @@ class PlainDevice(Device):
         """Return how many CPU cores torch leaves free."""
         return max(0, super().idle_cores() - torch.get_num_threads())
 
-    def is_host(self, tensor: Tensor) -> bool:
-        return tensor.is_cpu
-
     def mark_ready(self, parameter: Tensor) -> Event | None:
         """Return an event of the accelerator that may be copying the gradient; None while nothing has used one."""
         kind = torch.accelerator.current_accelerator()

@@ -36,14 +36,7 @@ from superadam.handles.taken_gradient import (
 )
 from superadam.kernels import torch_private
 from superadam.kernels.nested import map_tensors, tensors_in
-from superadam.kernels.torch_private import (
-    base_of,
-    is_tracing,
-    missing,
-    storage_key,
-    storage_use_count,
-    tensor_use_count,
-)
+from superadam.kernels.torch_private import base_of, missing, storage_key, storage_use_count, tensor_use_count
 
 aten = torch.ops.aten
 
@@ -147,7 +140,7 @@ class GradientHandle(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As in torch. Does not give back while a compiler traces, which must not see `.grad` change."""
-        return super().untyped_storage() if is_tracing() else _memory(self).untyped_storage()
+        return super().untyped_storage() if torch_private.is_tracing() else _memory(self).untyped_storage()
 
     @_ordinarily
     def __copy__(self) -> Tensor:
@@ -376,14 +369,13 @@ def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, 
 
 def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
     """Record a product of one gradient, or of all in a list, with a scalar."""
-    is_list = not isinstance(target, Tensor)
-    tensors = target if is_list else [target]
+    tensors = [target] if isinstance(target, Tensor) else target
     every = _all_taken(tensors)
     if not every or not _is_scalar_for(every, value) or _are_all_given_back(every):
         return NotImplemented
     kept = value.clone() if isinstance(value, Tensor) else value  # its holder may change it
-    _record(Factor(kind, kept, is_list), operation, target, value)
-    return None if is_list else target
+    _record(Factor(kind, kept, tensors is target), operation, target, value)
+    return None if tensors is target else target
 
 
 def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
@@ -408,8 +400,7 @@ def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> Non
 
     Where the present mode counts, it is applied to all.
     """
-    is_list = not isinstance(target, Tensor)
-    tensors = target if is_list else [target]
+    tensors = [target] if isinstance(target, Tensor) else target
     is_made_now, others = needs_present_mode(_all_taken(tensors)), list[Tensor]()
     for tensor in tensors:
         taken = _taken(tensor)
@@ -420,7 +411,7 @@ def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> Non
         if not is_made:
             others.append(tensor)
     if others:
-        _run(operation, (others if is_list else target, *arguments), {})
+        _run(operation, (others if tensors is target else target, *arguments), {})
 
 
 def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
@@ -454,15 +445,14 @@ def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -
 
 def _zero(operation: Any, target: Any) -> Any:
     """Set gradients to zero; those that arrived unrounded stay handles, so that what is added later is not rounded."""
-    is_list = not isinstance(target, Tensor)
-    tensors = target if is_list else [target]
+    tensors = [target] if isinstance(target, Tensor) else target
     every = [taken for taken in _all_taken(tensors) if taken.is_reduced and taken.zero()]
     if not every:
         return NotImplemented
     others = [tensor for tensor in tensors if _taken(tensor) not in every]
     if others:
         _run(operation, (others,), {})
-    return None if is_list else target
+    return None if tensors is target else target
 
 
 _LAZY: dict[Any, Callable[..., Any]] = {
@@ -532,7 +522,7 @@ def is_held(values: Any, key: Any, holders: int) -> bool:
     The tensor that it is a view of may be referred to by the view alone. Of numpy arrays, only those that have its
     memory now count: one that is gone must not keep state held.
     """
-    if torch_private.missing:  # nothing is counted
+    if missing:  # nothing is counted
         return True
     try:
         found, is_view = references(sys.getrefcount(values[key]), values[key]), base_of(values[key]) is not None

@@ -52,6 +52,9 @@ class GradientHolder:
         """Return the unrounded values, if known, of a gradient that is being added to one that was taken."""
         return new
 
+    def check(self) -> None:
+        """Called before each verdict of an optimizer whose source this is; raises what has failed since the last."""
+
 
 class HostSum:
     """An event that has passed once every gradient that was sent is in `total`: whoever waits for it adds them.

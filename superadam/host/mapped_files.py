@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import ctypes
 import mmap
-from pathlib import Path
 
 from torch import Tensor
+
+from superadam.host.machine import Host
 
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4: drops clean pages, and loses nothing of others
 
@@ -17,11 +18,7 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # begin and end of each, in order
-        try:
-            lines = Path("/proc/self/maps").read_text().splitlines()
-        except OSError:
-            return
-        for line in lines:
+        for line in filter(None, Host().read_or("/proc/self/maps", "").split("\n")):  # of which names hold none
             addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
             if inode != "0":
                 begin, end = (int(address, 16) for address in addresses.split("-"))

@@ -178,11 +178,10 @@ def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
         raise CheckpointError(f"{path} is missing or damaged")
     try:
         text = _read(path / _MANIFEST)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path / _MANIFEST} is missing or damaged") from None
-    try:
         manifest = json.loads(text)
         is_intact = _sealed(manifest) == text
+    except FileNotFoundError:
+        raise CheckpointError(f"{path / _MANIFEST} is missing or damaged") from None
     except (ValueError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:

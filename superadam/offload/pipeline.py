@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from superadam.devices import Device, Event, Stream
+from superadam.devices import Event, Stream
 from superadam.devices.worker import Worker
 from superadam.handles.taken_gradient import HostSum
 from superadam.host.telling import tell
@@ -20,8 +20,6 @@ from superadam.kernels.torch_private import MayLackMemory
 from superadam.offload.buckets import Bucket
 from superadam.offload.placement import Autotuner, Work
 from superadam.offload.prediction import Predictor
-from superadam.offload.statistics import OverlapStatistics
-from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers, norm_in
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece
 from superadam.step.outcome import Applied
@@ -40,22 +38,13 @@ class Pipeline:
         worker: idle, it commits accepted gradients.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        transfers: Transfers,
-        autotuner: Autotuner,
-        statistics: OverlapStatistics,
-        trace: Trace,
-    ) -> None:
+    def __init__(self, transfers: Transfers, autotuner: Autotuner) -> None:
         self.transaction: Transaction | None = None
         self.awaited_at = math.inf
         self.predictor = Predictor()
-        self._device = device
-        self._transfers = transfers
-        self._autotuner = autotuner
-        self._statistics, self._trace = statistics, trace
-        self.worker: Worker = device.start_worker(self._idle)
+        self._transfers, self._autotuner = transfers, autotuner
+        self._device, self._statistics, self._trace = transfers.device, transfers.statistics, transfers.trace
+        self.worker: Worker = self._device.start_worker(self._idle)
 
     def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters], limit: float) -> None:
         """Start a bucket's copy to the host, or only its norm's where it is resident, and hand it to the worker.

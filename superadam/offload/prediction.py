@@ -12,7 +12,6 @@ import math
 import statistics
 import weakref
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from superadam.kernels.hyperparameters import Interval
 from superadam.state.parameter import Piece, Prediction
@@ -30,13 +29,6 @@ FADING = 0.02  # weight of that at the end of each step in which nothing was lis
 FIRST_LEFT_OUT, MOST_LEFT_OUT = 8, 128  # steps in which a parameter that has too many uncertain elements is left out
 
 
-class _Past(NamedTuple):
-    """An earlier step."""
-
-    norm: float
-    seen: dict[int, float]  # norms of what had arrived at its predictions, by the number of elements
-
-
 class Predictor:
     """Predicts the factor of each step, bucket by bucket. Any number may be a norm, a factor or a limit.
 
@@ -47,14 +39,15 @@ class Predictor:
     total = math.inf
 
     def __init__(self) -> None:
-        self._past: collections.deque[_Past] = collections.deque(maxlen=REMEMBERED_STEPS)
+        # Of earlier steps, the norm, and norms of what had arrived at its predictions, by the number of elements.
+        self._past: collections.deque[tuple[float, dict[int, float]]] = collections.deque(maxlen=REMEMBERED_STEPS)
         # Limits of the norm as they were applied; 0.0 for what is not clipping by one factor, as a product with 0 or -1
         # is not, and inf where none was.
         self._limits: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._is_own = False  # whether it was the optimizer's
         self._errors: collections.deque[float] = collections.deque(maxlen=JUDGED_PREDICTIONS)
         self._predicted: list[float] = []  # factors, in this step
-        self._seen: dict[int, float] = {}  # as of `_Past`, in this step
+        self._seen: dict[int, float] = {}  # norms of what had arrived, in this step
         self._arrived = 0  # elements, in this step
         self._elements = 0  # of a whole step
         self._uncertain = FIRST_UNCERTAIN
@@ -67,7 +60,11 @@ class Predictor:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
         predicted, self._predicted = self._predicted, []
         seen, self._seen = self._seen, {}
-        self._learn_uncertain()
+        if self._listed:
+            self._uncertain += 0.5 * (self._found / self._listed - self._uncertain)
+            self._listed, self._found = 0.0, 0
+        else:  # without any list, less and less trust in what was learned: lr may have changed
+            self._uncertain += FADING * (min(self._uncertain, FIRST_UNCERTAIN) - self._uncertain)
         if applied is None:
             return
         norm, factor, unscaling, self._is_own = applied
@@ -82,7 +79,7 @@ class Predictor:
             self._limits.append(usual if norm * unscaling < usual else math.inf)
         if is_clipped and self._past:  # where nothing is clipped, predictions cost nothing and need not hold
             self._errors += [_error(prediction, factor) for prediction in predicted]
-        self._past.append(_Past(norm, seen))
+        self._past.append((norm, seen))
         self._elements = self._arrived
 
     def add_lists(self, listed: Mapping[Piece, Listed], prediction: Prediction) -> None:
@@ -102,14 +99,6 @@ class Predictor:
             elements, uncertain = elements + numel, uncertain + its_list.count
         if elements:
             self._listed, self._found = self._listed + elements * spread, self._found + uncertain
-
-    def _learn_uncertain(self) -> None:
-        """Learn from all lists of a step; without any, trust less and less in what was learned: lr may have changed."""
-        if self._listed:
-            self._uncertain += 0.5 * (self._found / self._listed - self._uncertain)
-            self._listed, self._found = 0.0, 0
-        else:
-            self._uncertain += FADING * (min(self._uncertain, FIRST_UNCERTAIN) - self._uncertain)
 
     def leaves_out(self, piece: Piece, prediction: Prediction, unscaling: float) -> bool:
         """Whether speculation on a piece would be in vain, if the verdict's factor is not the predicted one.
@@ -171,10 +160,10 @@ class Predictor:
         """Return the norm that this step is likely to have, not less than that of the elements that have arrived."""
         if not self._past or elements >= self.total:
             return seen
-        usual = max(seen, statistics.median(past.norm for past in self._past))
+        usual = max(seen, statistics.median(norm for norm, _ in self._past))
         if elements < LEAST_SEEN * self._elements:
             return usual
-        shares = [past.norm / past.seen[elements] for past in self._past if past.seen.get(elements, 0.0) > 0.0]
+        shares = [norm / past[elements] for norm, past in self._past if past.get(elements, 0.0) > 0.0]
         return seen * max(1.0, statistics.median(shares)) if shares else usual
 
     @property

@@ -158,9 +158,7 @@ class OffloadScheduler(GradientHolder):
             self._device.reserve(self._needs)
             with deferred_signals():  # Ctrl-C finds all of it, to end it
                 if self.placement.num_threads:
-                    self._pipeline = Pipeline(
-                        self._device, self._transfers, self._autotuner, self.statistics, self.trace
-                    )
+                    self._pipeline = Pipeline(self._transfers, self._autotuner)
                     self._check_process = self._pipeline.worker.check_process
                     self._binding._lock.worker = getattr(self._pipeline.worker, "_thread", None)
                 self._binding.attach(self, optimizer.param_groups)

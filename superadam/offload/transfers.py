@@ -35,9 +35,10 @@ class _HeldBytes:
     """Counts bytes that become free in about the order in which they were taken.
 
     It stores running totals, subtracts nothing and takes no lock, so that no interrupt or finalizer can corrupt it.
+    Holders are weak references, unless `is_free` tells of others.
     """
 
-    def __init__(self, is_free: Callable[[Any], bool]) -> None:
+    def __init__(self, is_free: Callable[[Any], bool] = lambda reference: reference() is None) -> None:
         self._is_free = is_free
         self._holders: collections.deque[tuple[Any, int, int]] = collections.deque()
 
@@ -62,16 +63,13 @@ class _HeldBytes:
         return 0
 
 
-def _is_gone(reference: weakref.ref[Any]) -> bool:
-    return reference() is None
-
-
 class Transfers(NewValues):
     """Copies of gradients and new values for one device, which overlap with the model's work.
 
     Attributes:
         transfer_dtype: in which gradients travel, and so are seen by norm and step; None for their own. fp64 gradients,
             and those that count unrounded, stay as they are.
+        statistics, trace: of the scheduler.
         computes_norms: whether torch computes the norms of gradients before they travel, for programs that ask.
         is_short: whether the device has no memory for all new values of a step. Those of the first buckets then wait
             on the host, and the host waits for the link instead of packing far ahead.
@@ -84,15 +82,15 @@ class Transfers(NewValues):
         self.transfer_dtype = transfer_dtype
         self.computes_norms = False
         # Packed gradients, by the events with which they have left, or by references to the values that replace them.
-        self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes(_is_gone)
+        self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes()
         self._most_packed = self._largest = 0  # on the device at once; one bucket
         self._travelled = self._most_travelled = 0  # bytes packed in a step, since a bucket came again: in one backward
         self._packed: set[int] = set()  # the first row of each of its buckets
         self._room = 0  # for new values on the device, where it is short
-        self._statistics, self._trace = statistics, trace
+        self.statistics, self.trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
-        self._shadows = _HeldBytes(_is_gone)  # by references to them
+        self._shadows = _HeldBytes()  # by references to them
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +260,7 @@ class Transfers(NewValues):
                 device.copy(host, source, Stream.DOWNLOAD)
                 device.record_stream(source, Stream.DOWNLOAD)
                 device.record_stream(host, Stream.DOWNLOAD)  # if the step is dropped, nothing waits for the copy
-                self._statistics.downloaded_bytes += host.nbytes
+                self.statistics.downloaded_bytes += host.nbytes
             return hosts, device.record(Stream.DOWNLOAD)
 
     @property
@@ -307,14 +305,14 @@ class Transfers(NewValues):
 
     def _count_shadow(self, shadow: Shadow) -> None:
         self._shadows.add(weakref.ref(shadow), shadow.nbytes)
-        self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
+        self.statistics.shadow_bytes = max(self.statistics.shadow_bytes, self._shadows.size)
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the upload of new values, count and trace it; return the event after which it has arrived."""
         begin = time.perf_counter()
         arrived = super().upload(host, distant)
         with deferred_signals(), self._lock:
-            self._statistics.uploaded_bytes += host.nbytes
+            self.statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
         tell("tracing", self.trace_arrived)
         return arrived
@@ -329,7 +327,7 @@ class Transfers(NewValues):
         with deferred_signals(), self._lock:
             while self._untold and self._untold[0][0].query():
                 _, begin, elements = self._untold.popleft()
-                self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
+                self.trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
 
 
 def _records(

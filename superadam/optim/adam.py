@@ -20,16 +20,7 @@ from superadam.handles.gradient_handle import shared_memory, take_gradient, take
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
-from superadam.optim import checkpoint
-from superadam.optim.arguments import (
-    check_group,
-    check_stored,
-    check_together,
-    checked_limit,
-    checked_storage,
-    parameters_of,
-    refuse_limit_of_shard,
-)
+from superadam.optim import arguments, checkpoint
 from superadam.optim.binding import Binding, all_names_of, hyper_by_row, names_of, runs_of, untracked
 from superadam.optim.entry import raw
 from superadam.state.parameter import ParameterState, Pending, check_parameter, pieces_of
@@ -161,7 +152,7 @@ class SpeculativeCPUAdam(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        check_together(lr, betas, foreach=foreach, fused=fused)
+        arguments.check_together(lr, betas, foreach=foreach, fused=fused)
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -175,14 +166,14 @@ class SpeculativeCPUAdam(Optimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        check_group(defaults)
+        arguments.check_group(defaults)
         native.active_isa()  # here and not in the middle of training, a wrong SUPERADAM_ISA is an error
         native.requested_threads()  # and a wrong SUPERADAM_THREADS
         self._verdicts = _Verdicts()
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
         self.statistics = Statistics()
-        self._storage = checked_storage(moments, master)
+        self._storage = arguments.checked_storage(moments, master)
         super().__init__(params, defaults)
         _lighten_step(type(self))
         self._binding.process_group = process_group
@@ -198,8 +189,8 @@ class SpeculativeCPUAdam(Optimizer):
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             try:
-                check_group(group)
-                check_stored(group, self._storage, is_loaded=False)
+                arguments.check_group(group)
+                arguments.check_stored(group, self._storage, is_loaded=False)
                 for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
                     check_parameter(parameter, name)
             except Exception:
@@ -225,7 +216,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        limit = None if value is None else checked_limit("max_grad_norm", value, may_be_zero=False)
+        limit = None if value is None else arguments.checked_limit("max_grad_norm", value, may_be_zero=False)
         self._verdicts.max_grad_norm = limit
 
     @property
@@ -305,7 +296,7 @@ class SpeculativeCPUAdam(Optimizer):
             with deferred_signals():  # a step is made wholly or not at all
                 transaction = self._binding.bound_now(self.param_groups)
                 if self._binding.is_flattened:
-                    refuse_limit_of_shard(limit)
+                    arguments.refuse_limit_of_shard(limit)
                 gradients = gather(transaction.table, runs_of(self.param_groups))
                 outcome, applied = transaction.step(gradients, limit, is_lasting=is_lasting)
                 verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
@@ -362,7 +353,7 @@ class SpeculativeCPUAdam(Optimizer):
     def rollback(self) -> None:
         """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
         self._binding.drop()
-        for parameter in parameters_of(self):
+        for parameter in arguments.parameters_of(self):
             taken = None if parameter.grad is None else taken_of(parameter.grad)
             if taken is not None:
                 taken.leave_speculation()
@@ -388,7 +379,7 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError, RuntimeError: as `step()`.
         """
         with self._binding.on_all_ranks(Question.NORM, self.param_groups):
-            limit = checked_limit("max_norm", max_norm, may_be_zero=True)
+            limit = arguments.checked_limit("max_norm", max_norm, may_be_zero=True)
             self._binding.catch_up()
             with deferred_signals():
                 transaction = self._binding.bound_now(self.param_groups)
@@ -520,14 +511,14 @@ class SpeculativeCPUAdam(Optimizer):
             # Check everything and take the tensors out, so that torch neither casts nor moves them.
             if self._arriving is not arriving:  # a signal kept an earlier call from removing this
                 return None
-            named = zip(parameters_of(self), all_names_of(self.param_groups), strict=True)
+            named = zip(arguments.parameters_of(self), all_names_of(self.param_groups), strict=True)
             states = [  # without what they have, which may be refused
                 ParameterState(parameter, row, name, storage=self._storage)
                 for row, (parameter, name) in enumerate(named)
             ]
             groups, entries, foreign = checkpoint.read(final, states, self.param_groups)
             for group in groups:
-                check_stored(group, self._storage, is_loaded=True)
+                arguments.check_stored(group, self._storage, is_loaded=True)
             arriving.update({state.parameter: entry for state, entry in entries.items()})
             return {"state": foreign, "param_groups": groups}
 

@@ -112,13 +112,6 @@ class Overlap(Protocol):
         """Handle the outcome of a step, and what it did to gradients that were taken."""
 
 
-class GradientSource(Protocol):
-    """What brings gradients to the optimizer before they are rounded to the dtype of `.grad`."""
-
-    def check(self) -> None:
-        """Called before each verdict; raises what has failed since the last one."""
-
-
 class LockOfProcess:
     """Returns a reentrant lock of this process: another thread may have held its parent's at a fork.
 
@@ -146,7 +139,7 @@ class Binding(GradientHolder):
     Attributes:
         published: the `state` dict.
         overlap: the scheduler, if there is one.
-        source: of gradients that are not those in `.grad`, if there is one.
+        source: what takes gradients before they are rounded to the dtype of `.grad`, if there is such a holder.
         is_flattened: whether the bound parameters are shards of FSDP1; there once any are bound.
         ranks: that make each step together; None for this one alone.
         process_group: of those ranks, if a program has said which.
@@ -159,7 +152,7 @@ class Binding(GradientHolder):
         self._lock = LockOfProcess()
         self.published = PublishedState(entries, self._lock)
         self.overlap: Overlap | None = None
-        self.source: GradientSource | None = None
+        self.source: GradientHolder | None = None
         self.ranks: Ranks | None = None
         self.process_group: dist.ProcessGroup | None = None
         self.storage = storage

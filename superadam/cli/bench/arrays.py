@@ -18,25 +18,13 @@ from superadam.state.parameter import SECONDS
 ALIGNMENT = 64
 """Bytes: a cache line, from where stores past the caches may start."""
 
-HYPERPARAMETERS = Hyperparameters(
-    lr=1e-5,
-    beta1=0.9,
-    beta2=0.999,
-    eps=1e-8,
-    weight_decay=0.1,
-    amsgrad=False,
-    maximize=False,
-    decoupled_weight_decay=True,
-)
-"""AdamW for fine-tuning, on both sides of every comparison."""
+ADAMW_OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+"""Arguments of torch's AdamW and ours, for fine-tuning: on both sides of every comparison."""
 
-ADAMW_OPTIONS: dict[str, Any] = {
-    "lr": HYPERPARAMETERS.lr,
-    "betas": (HYPERPARAMETERS.beta1, HYPERPARAMETERS.beta2),
-    "eps": HYPERPARAMETERS.eps,
-    "weight_decay": HYPERPARAMETERS.weight_decay,
-}
-"""The same as arguments of torch's AdamW and ours."""
+HYPERPARAMETERS = Hyperparameters.of_group(
+    ADAMW_OPTIONS | {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+)
+"""The same as kernels' scalars are made of them."""
 
 STEP = 1000
 """The step whose coefficients the passes use: they are the same in every run."""
