@@ -1,5 +1,8 @@
 """What was read of a mapped file is given back, and nothing else is touched."""
 
+import mmap
+import os
+
 import pytest
 import torch
 from support.children import memory_of_process
@@ -16,6 +19,15 @@ def test_pages_of_a_mapped_file_are_given_back_and_read_again(tmp_path):
     MappedFiles().release(mapped)
     assert before - memory_of_process("RssFile") > 0.9 * values.nbytes
     assert torch.equal(mapped, values)
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"a\x0cb \x1c c"], ids=["no UTF-8", "separators of lines"])
+def test_other_mapped_files_have_any_name(name, tmp_path):
+    with open(os.fsencode(tmp_path) + b"/" + name, "w+b") as file:
+        file.write(bytes(9))
+        file.flush()
+        with mmap.mmap(file.fileno(), 9):
+            test_what_was_written_to_a_private_mapping_stays(tmp_path)
 
 
 def test_what_was_written_to_a_private_mapping_stays(tmp_path):
