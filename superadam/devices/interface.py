@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,9 +87,8 @@ class Device(abc.ABC):
     is_capturing: Callable[[], bool] = bool
     """Whether what is enqueued to the current stream is recorded, as for a CUDA graph: `bool()` is False."""
 
-    def is_host(self, tensor: Tensor) -> bool:
-        """Whether CPU kernels may read and write this tensor as soon as Python can."""
-        return tensor.is_cpu
+    is_host: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")
+    """Whether CPU kernels may read and write this tensor as soon as Python can."""
 
     def mark_ready(self, parameter: Tensor) -> Event | None:
         """Return an event after which a parameter's new gradient has its values; None if it has them already.
