@@ -21,6 +21,10 @@
  * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
 /* clang-format on */
 
+#include "adam_formula.h"
+#include "compact.h"
+#include "interval.h"
+
 /* Elements between the one that is computed and the one that is prefetched: 2 KiB of fp32. */
 enum { PREFETCH_AHEAD = 512 };
 

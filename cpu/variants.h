@@ -1,10 +1,6 @@
 /* Every combination of pass and dtypes, of whether uncertain elements are listed, and whether the state is in fewer
  * bits, as a function of its own, and the kernel that picks one. Included once per instruction set, after its vec_*.h,
  * with KERNEL naming the function to define. */
-#include "adam_formula.h"
-#include "compact.h"
-#include "interval.h"
-
 #include "adam_loop.h"
 
 static adam_scalars adam_scalars_of(const superadam_coefficients *c)

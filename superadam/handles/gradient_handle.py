@@ -369,13 +369,14 @@ def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, 
 
 def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
     """Record a product of one gradient, or of all in a list, with a scalar."""
-    tensors = [target] if isinstance(target, Tensor) else target
+    is_list = not isinstance(target, Tensor)
+    tensors = target if is_list else [target]
     every = _all_taken(tensors)
     if not every or not _is_scalar_for(every, value) or _are_all_given_back(every):
         return NotImplemented
     kept = value.clone() if isinstance(value, Tensor) else value  # its holder may change it
-    _record(Factor(kind, kept, tensors is target), operation, target, value)
-    return None if tensors is target else target
+    _record(Factor(kind, kept, is_list), operation, target, value)
+    return None if is_list else target
 
 
 def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
@@ -400,7 +401,8 @@ def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> Non
 
     Where the present mode counts, it is applied to all.
     """
-    tensors = [target] if isinstance(target, Tensor) else target
+    is_list = not isinstance(target, Tensor)
+    tensors = target if is_list else [target]
     is_made_now, others = needs_present_mode(_all_taken(tensors)), list[Tensor]()
     for tensor in tensors:
         taken = _taken(tensor)
@@ -411,7 +413,7 @@ def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> Non
         if not is_made:
             others.append(tensor)
     if others:
-        _run(operation, (others if tensors is target else target, *arguments), {})
+        _run(operation, (others if is_list else target, *arguments), {})
 
 
 def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
@@ -445,14 +447,15 @@ def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -
 
 def _zero(operation: Any, target: Any) -> Any:
     """Set gradients to zero; those that arrived unrounded stay handles, so that what is added later is not rounded."""
-    tensors = [target] if isinstance(target, Tensor) else target
+    is_list = not isinstance(target, Tensor)
+    tensors = target if is_list else [target]
     every = [taken for taken in _all_taken(tensors) if taken.is_reduced and taken.zero()]
     if not every:
         return NotImplemented
     others = [tensor for tensor in tensors if _taken(tensor) not in every]
     if others:
         _run(operation, (others,), {})
-    return None if tensors is target else target
+    return None if is_list else target
 
 
 _LAZY: dict[Any, Callable[..., Any]] = {

@@ -1,5 +1,6 @@
 """Published figures: every row is in the table, and documents and presets have what the commands print."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,11 @@ pytest.importorskip("transformers")
 
 import published
 from support.presets import PRESETS, peaks_found_once  # noqa: F401
+
+from superadam.cli.plan.answer import answer_for
+from superadam.cli.plan.presets import presets
+from superadam.plan import machines
+from superadam.plan.memory import Subject
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text()
@@ -37,6 +43,13 @@ def test_presets_say_what_a_plan_expects(name: str) -> None:
     row, line = published.expectation(name)
     assert row in PAGE
     assert line in (ROOT / "examples" / "presets" / f"{name}.yaml").read_text()
+
+
+def test_the_page_has_the_other_end_of_clipping() -> None:
+    preset, machine = presets()["phi-4"], machines.read("gh200")
+    subject, setting = Subject.of(preset.config), dataclasses.replace(preset.setting, clipped=1.0)
+    (timing,) = answer_for("phi-4", subject, setting, machine, published.EFFICIENCY, looks_for_gains=False).timings
+    assert f"(`phi-4`: {timing.step.hidden:.2f} hidden, {timing.tokens_per_second:,.0f} tokens/s)" in PAGE
 
 
 def over_clock(pattern: str) -> list[tuple[float, ...]]:

@@ -1,5 +1,8 @@
 """What a run takes: the sums are those of a real one, and a scheduler compares them before anything is attached."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +17,7 @@ from superadam.host.memory import HostMemory
 from superadam.offload.needs import bytes_of_state as bytes_of_one
 from superadam.offload.needs import needs_of, needs_of_run
 from superadam.offload.placement import Placement
+from superadam.state.storage import Master, Moments, Storage
 from superadam.state.uncertain import list_bytes
 from superadam.testing import SimulatedDevice
 
@@ -81,6 +85,15 @@ def test_one_large_parameter_takes_what_many_small_ones_do(sizes, dtype, is_on_h
     assert run.shadows == (one.shadows if num_threads else 0)
     has_lists = num_threads and dtype in (torch.bfloat16, torch.float16)
     assert run.lists == (sum(list_bytes(size) for size in sizes) if has_lists else 0)
+
+
+def test_readme_has_the_bytes_of_a_parameter() -> None:
+    parameter, taken = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta"), []
+    for storage in (Storage(), Storage(Moments.BFLOAT16), Storage(Moments.EIGHT_BIT, Master.TWENTY_FOUR_BIT)):
+        needs = needs_of(parameter, is_on_host=False, storage=storage)
+        taken.append(re.escape(f"{(needs.state + needs.pending + needs.lists) / parameter.numel():.1f}"))
+    words = r"\| {} \(master, [^)]*\); {} with bf16 moments, {} with 8-bit ones and 24-bit masters"
+    assert re.search(words.format(*taken), (Path(__file__).parents[2] / "README.md").read_text())
 
 
 def test_frozen_parameters_take_nothing() -> None:

@@ -171,9 +171,9 @@ def translated(config: dict[str, Any]) -> str:
         found.notes.append(f"zero_optimization.offload_optimizer.device: {device}: {instead}")
     if device == "none":
         found.notes.append("zero_optimization.offload_optimizer: none there; here state is in host memory")
-    shard = f"reshard_after_forward={stage == 3}"
+    shard = {"reshard_after_forward": repr(stage == 3)} if stage else {}
     if stage == 3 and unread.get("zero_optimization.offload_param.device") == "cpu":
-        shard += ", offload_policy=CPUOffloadPolicy()"
+        shard["offload_policy"] = "CPUOffloadPolicy()"
         del unread["zero_optimization.offload_param.device"]
     for key, value in unread.items():
         known = key  # or what holds it
@@ -181,7 +181,7 @@ def translated(config: dict[str, Any]) -> str:
             known = known.rpartition(".")[0]
         reason = NO_COUNTERPART.get(known, "not known here")
         found.notes.append(f"{key}: {_shown(value)}: {reason}")
-    return _text(found, kind, shard if stage else "", dtype)
+    return _text(found, kind, shard, dtype)
 
 
 def _optimizer(found: _Settings, unread: dict[str, Any]) -> str:
@@ -259,7 +259,7 @@ def _schedule(found: _Settings, unread: dict[str, Any]) -> None:
             found.notes.append(f"{key}: {usual[word]}")
 
 
-def _text(found: _Settings, kind: str, shard: str, dtype: str | None) -> str:
+def _text(found: _Settings, kind: str, shard: dict[str, str], dtype: str | None) -> str:
     def call(name: str, first: list[str], named: dict[str, str]) -> str:
         return f"{name}({', '.join([*first, *(f'{key}={value}' for key, value in named.items())])})"
 
@@ -268,8 +268,8 @@ def _text(found: _Settings, kind: str, shard: str, dtype: str | None) -> str:
     if shard:
         lines += [
             "for layer in model.model.layers:  # on several ranks; without this loop nothing overlaps",
-            f"    fully_shard(layer, {shard})",
-            f"fully_shard(model, {shard})",
+            f"    {call('fully_shard', ['layer'], shard)}",
+            call("fully_shard", ["model"], shard),
         ]
     lines += [
         f"optimizer = {call(kind, ['model.parameters()'], found.optimizer)}",
@@ -286,8 +286,8 @@ def _text(found: _Settings, kind: str, shard: str, dtype: str | None) -> str:
             "",
             "# a Trainer on several GPUs",
             "# accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
-            f"--fsdp_reshard_after_forward {str('=True' in shard).lower()}"
-            f"{' --fsdp_offload_params true' * ('CPUOffload' in shard)} PROGRAM",
+            f"--fsdp_reshard_after_forward {shard['reshard_after_forward'].lower()}"
+            f"{' --fsdp_offload_params true' * ('offload_policy' in shard)} PROGRAM",
         ]
     notes = [f"# {' '.join(note.splitlines())}" for note in found.notes]
     return "\n".join([*lines, *(["", "# what is none of these arguments", *notes] if notes else []), ""])
