@@ -6,9 +6,23 @@
 
 typedef struct {
     real s, decay, wd, w, b2, c2, nss, bc2s, eps;
+    real inverse;  /* of bc2s */
     uint32_t turn; /* of compact.h */
     int flags;
 } adam_scalars;
+
+/* A square root over bc2s, rounded once. Where divisions are slow: a product, corrected by what it lacks, which has the
+ * same bits (docs/design.md, "A quotient without a division"). Of Inf the rest is NaN, and then `root` takes its place.
+ */
+static inline vec over_bc2s(const adam_scalars *k, vec root)
+{
+#ifdef VEC_DIVIDES_SLOWLY
+    const vec inverse = vec_set(k->inverse), product = vec_mul(root, inverse);
+    return vec_fma(vec_min(vec_fma(product, vec_set(-k->bc2s), root), root), inverse, product);
+#else
+    return vec_div(root, vec_set(k->bc2s));
+#endif
+}
 
 /* Advances m, v (and vmax, with AMSGRAD) by one step in place and returns the new parameter: p, decayed, plus the
  * update `q` of denominator `d`. */
@@ -36,7 +50,7 @@ static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec
     vec second = *v;
     if (k->flags & SUPERADAM_AMSGRAD)
         second = *vmax = vec_max(*vmax, *v);
-    *d = vec_add(vec_div(vec_sqrt(second), vec_set(k->bc2s)), vec_set(k->eps));
+    *d = vec_add(over_bc2s(k, vec_sqrt(second)), vec_set(k->eps));
     *q = vec_div(vec_mul(vec_set(k->nss), *m), *d);
     return vec_add(p, *q);
 }

@@ -14,6 +14,7 @@ static adam_scalars adam_scalars_of(const superadam_coefficients *c)
                       (real)c->negative_step_size,
                       (real)c->sqrt_bias_correction2,
                       (real)c->eps,
+                      1 / (real)c->sqrt_bias_correction2,
                       (uint32_t)c->turn,
                       (int)c->flags};
     return k;
