@@ -16,6 +16,7 @@
  *   for interval.h, in fp32: vec_abs, vec_min(a, b): a where it is smaller, else b; vec_bits(a, kept, set): the number
  *   with these bits of a, and those set; vec_less(a, b), a vec_mask; vec_and_less(mask, a, b), of lanes of the mask;
  *   vec_lanes(mask), a number whose bit i is lane i
+ *   VEC_DIVIDES_SLOWLY, where a vec_div takes longer than two vec_fma, a vec_mul and a vec_min (adam_formula.h)
  *   squares, squares_zero(sums), squares_add(sums, lane, value), squares_lanes(sums, double[16])
  *
  * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */

@@ -8,7 +8,7 @@ typedef float real;
 typedef __m512 vec;
 typedef __mmask16 vec_mask;
 enum { VEC_WIDTH = 16, VEC_UNROLL = 1 };
-#define VEC_DIVIDES_SLOWLY /* a vec_div takes longer than two vec_fma, a vec_mul and a vec_min */
+#define VEC_DIVIDES_SLOWLY
 
 static inline vec vec_set(float value) { return _mm512_set1_ps(value); }
 static inline vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
