@@ -157,8 +157,7 @@ class Binding(GradientHolder):
         self.process_group: dist.ProcessGroup | None = None
         self.storage = storage
         self._transaction: Transaction | None = None
-        self._knowledge: Callable[[ParameterTable], None] | None = None  # of the last table, until there is another
-        self._owners: Sequence[ParameterState] = ()  # of gradients that were taken, as long
+        self._table: ParameterTable | None = None  # that was bound last, until there is another
         self._is_compared = False  # with other ranks
         self._shown: list[object] = []  # what was in `entries` when they were last given to a program
         self._statistics = statistics
@@ -169,7 +168,8 @@ class Binding(GradientHolder):
         with deferred_signals():
             self._unbind()
             self._forget_binding()
-            self._knowledge = None  # of masters that may be large, and come back no more
+            if self._table is not None:
+                self._table.forget_all_but(())  # masters may be large, and come back no more
             self.published = PublishedState(entries, self._lock)
             if self.ranks is not None:
                 self.ranks.is_behind = False
@@ -364,10 +364,6 @@ class Binding(GradientHolder):
                 self._transaction.drop()
 
     def _forget_binding(self) -> None:
-        if self._transaction is not None:
-            self._knowledge = self._transaction.table.knowledge()
-            self._owners = self._transaction.table.states
-            self._transaction.table.forget_all_but(())
         self._transaction = None
         if self.overlap is not None:
             self.overlap._follow(None)
@@ -396,13 +392,11 @@ class Binding(GradientHolder):
         return {state.parameter: state for state in table.states if not _is_converted(state)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
-        known = self._unbind()
-        before = None if self._transaction is None else self._transaction.table
-        knowledge = self._knowledge if before is None else before.knowledge()
-        arrays = {} if before is None else before.moved_arrays(before.all_rows)
-        moved = {} if before is None else {id(before.states[row]): names for row, names in arrays.items()}
+        known, before = self._unbind(), self._table
+        owners = [] if before is None else before.states
+        arrays = {} if before is None or self._transaction is None else before.moved_arrays(before.all_rows)
+        moved = {id(owners[row]): names for row, names in arrays.items()}
         new_values = NewValues() if self.overlap is None else self.overlap._transfers
-        owners = self._owners if before is None else before.states
         states = [
             known.get(parameter)
             or ParameterState(
@@ -428,18 +422,17 @@ class Binding(GradientHolder):
             table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
             for state in states:
                 self.published.read(state, table, moved.get(id(state), ()))
-            if knowledge is not None:
-                knowledge(table)
-            self._knowledge = knowledge = None  # which refers to masters
+            if before is not None:
+                before.hand_on(table)
             for state in states:
                 if not has_memory(state.local):  # which the next step refuses
                     table.fingerprints.distrust(state.row)
         except BaseException:  # the table before has rows of these states no longer; what they hold is in the entries
             self._forget_binding()
             raise
-        if self._transaction is not None:
-            self._transaction.table.forget_all_but(states)
-        self.is_flattened, self.ranks = is_flattened(parameters), ranks
+        if before is not None:
+            before.forget_all_but(states)
+        self.is_flattened, self.ranks, self._table = is_flattened(parameters), ranks, table
         self._transaction = Transaction(table, self._statistics, ranks)
         for state in states:
             taken = None if state.parameter.grad is None else taken_of(state.parameter.grad)
@@ -448,7 +441,6 @@ class Binding(GradientHolder):
         for owner in {*owners}.difference(states):
             for key in [*owner.shown]:
                 owner.forget(key)
-        self._owners = ()
         self.published.let_go(table.states)
         self.published.look(table)
         if self.overlap is not None:

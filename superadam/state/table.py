@@ -271,28 +271,26 @@ class ParameterTable:
         """Return the row numbers of these pieces, in their order."""
         return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))
 
-    def knowledge(self) -> Callable[[ParameterTable], None]:
-        """Return what hands on to the next table which parameters and masters of both others have written to."""
-        fingerprints, rows, known_masters = self.fingerprints, self.all_rows, self._known_masters
-        parameters, masters, former = self.parameters, [state.master for state in self.states], self._former_masters
-        addresses = self._places[ARRAYS.index("master") :: len(ARRAYS), ADDRESS].tolist()
+    def hand_on(self, other: ParameterTable) -> None:
+        """Tell the next table which parameters and masters of both others have written to, unless these are forgotten.
 
-        def tell(other: ParameterTable) -> None:
-            written = {*fingerprints.look(), *fingerprints.seen_hints(rows)}
-            for row, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
-                state = other.state_of(parameter)
-                if state is None:
-                    continue
-                is_same = master is not None and state.master is master and master.data_ptr() == addresses[row]
-                if is_same and row in former and state.master_version == known_masters[row][0]:
-                    other._former_masters[state.row] = former[row]
-                if row in written:
-                    other.fingerprints.distrust(state.row)
-                elif is_same:
-                    other.fingerprints.remember(state.row)
-                    other._known_masters[state.row] = known_masters[row]
-
-        return tell
+        States of this table may be those of the other one by now.
+        """
+        written = {*self.fingerprints.look(), *self.fingerprints.seen_hints(self.all_rows)} if self._arrays else ()
+        masters = slice(ARRAYS.index("master"), None, len(ARRAYS))
+        bound = zip(self._arrays[masters], self._places[masters, ADDRESS].tolist(), strict=False)
+        for row, (parameter, (master, address)) in enumerate(zip(self.parameters, bound, strict=False)):
+            state = other.state_of(parameter)
+            if state is None:
+                continue
+            is_same = master is not None and state.master is master and master.data_ptr() == address
+            if is_same and row in self._former_masters and state.master_version == self._known_masters[row][0]:
+                other._former_masters[state.row] = self._former_masters[row]
+            if row in written:
+                other.fingerprints.distrust(state.row)
+            elif is_same:
+                other.fingerprints.remember(state.row)
+                other._known_masters[state.row] = self._known_masters[row]
 
     def are_ready(self, rows: Rows, runs: Runs) -> bool:
         """Whether these rows have everything that a step reads and writes."""
