@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -40,57 +40,36 @@ class FlatLayout(Generic[_Member]):
         pairs = zip(self.states, self.offsets, strict=True)
         self._positions = [(state.shape, state.strides, begin) for state, begin in pairs]
 
-    def cut(self, buffer: Tensor) -> FlatTensors:
-        """Return the members of a 1-D buffer of `numel` elements, without references to `states`."""
-        return FlatTensors(buffer, self._positions)
-
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return one view for each member of a 1-D buffer of `numel` elements."""
-        return self.cut(buffer).tensors
-
-
-class FlatTensors:
-    """Tensors in one flat buffer; the first thread that needs one makes all of them."""
-
-    def __init__(self, buffer: Tensor, positions: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
-        self._buffer, self._positions = buffer, positions
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The same list of the same tensors at every call."""
-        known: list[Tensor] | None = self.__dict__.get("_tensors")
-        if known is None:
-            begin, view = self._buffer.storage_offset(), self._buffer.as_strided
-            made = [view(shape, strides, begin + offset) for shape, strides, offset in self._positions]
-            known = self.__dict__.setdefault("_tensors", made)  # for all threads that were here
-        return known
+        begin, view = buffer.storage_offset(), buffer.as_strided
+        return [view(shape, strides, begin + offset) for shape, strides, offset in self._positions]
 
 
 class JoinedTensor:
     """A dense tensor that was cut; the first thread that needs it joins copies of its pieces.
 
     Attributes:
-        pieces: by their first element, in the order of memory: the tensors of a buffer, a position there, and elements.
+        pieces: by their first element, in the order of memory.
         arrived: event after which all of them may be read.
     """
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
         self._shape, self._strides = shape, strides
-        self.pieces: dict[int, tuple[FlatTensors, int, int]] = {}
+        self.pieces: dict[int, Tensor] = {}
         self.arrived: Any = None
 
     @property
     def is_complete(self) -> bool:
         """Whether all pieces are there."""
-        return sum(numel for _, _, numel in self.pieces.values()) == math.prod(self._shape)
+        return sum(map(Tensor.numel, self.pieces.values())) == math.prod(self._shape)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The same list of one tensor, where its first piece is, at every call."""
+    def tensor(self) -> Tensor:
+        """The same tensor, where its first piece is, at every call."""
         self.arrived.synchronize()
-        pieces = [(begin, flat.tensors[position]) for begin, (flat, position, _) in self.pieces.items()]
-        whole = pieces[0][1].new_empty_strided(self._shape, self._strides)
-        for begin, piece in pieces:
+        whole = next(iter(self.pieces.values())).new_empty_strided(self._shape, self._strides)
+        for begin, piece in self.pieces.items():
             whole.as_strided(piece.shape, piece.stride(), begin).copy_(piece)
-        known: list[Tensor] = self.__dict__.setdefault("_tensors", [whole])  # for all threads that were here
+        known: Tensor = self.__dict__.setdefault("_tensor", whole)  # for all threads that were here
         return known

@@ -178,8 +178,8 @@ class TakenGradient:
     given: Tensor | None = None  # the ordinary gradient, once it was given back
     alias: Tensor | None = None  # its memory, as aliases made before see it
     pending: Tensor  # the gradient, or a copy, also elsewhere or in another dtype; only `absorb` writes to it
-    _flat: Any = None  # in whose tensors `pending` is to be found, at `_position`
-    _joined: JoinedTensor | None = None  # where pieces of `pending` went, but not yet all
+    _sent: JoinedTensor | None = None  # where pieces of `pending` went, but not yet all
+    _joined: JoinedTensor | None = None  # what `pending` is to be found in, once they have
 
     def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
         self.pending = gradient
@@ -192,10 +192,10 @@ class TakenGradient:
         self._lock = GradientHolder._lock if holder is None else holder._lock
 
     def __getattr__(self, name: str) -> Any:
-        """Find `pending` when it is first needed, without a lock: all threads find the same tensor."""
-        if name != "pending" or self._flat is None:
+        """Join `pending` when it is first needed, without a lock: all threads find the same tensor."""
+        if name != "pending" or self._joined is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self.pending = self._flat.tensors[self._position]
+        self.pending = self._joined.tensor
         return self.pending
 
     @property
@@ -210,29 +210,23 @@ class TakenGradient:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def move_to(self, flat: Any, position: int, arrived: Any) -> None:
-        """Look `pending` up in `flat.tensors` when it is needed, to be read once the event `arrived` has passed.
-
-        `flat` must not lead to the parameter.
-        """
+    def move_to(self, copy: Tensor, arrived: Any) -> None:
+        """Have a copy as `pending`, to be read once the event `arrived` has passed."""
         if self.given is None:  # a signal handler may have used the handle
-            self.arrived, self._flat, self._position = arrived, flat, position
-            del self.pending
+            self.arrived, self.pending = arrived, copy
 
-    def move_piece_to(
-        self, flat: Any, position: int, arrived: Any, *, begin: int, numel: int, strides: tuple[int, ...]
-    ) -> None:
-        """Do the same with `numel` elements of `pending` from `begin` on, which moves when all of them have.
+    def move_piece_to(self, copy: Tensor, arrived: Any, *, begin: int, strides: tuple[int, ...]) -> None:
+        """Do the same with elements of `pending` from `begin` on, which moves when all of them have.
 
         Elements are in the order of these dense strides. Events pass in the order in which they come here.
         """
         if self.given is not None:
             return
-        joined = self._joined = self._joined or JoinedTensor(self.shape, strides)
-        joined.pieces[begin], joined.arrived = (flat, position, numel), arrived
-        if joined.is_complete:
-            self._joined = None
-            self.move_to(joined, 0, arrived)
+        sent = self._sent = self._sent or JoinedTensor(self.shape, strides)
+        sent.pieces[begin], sent.arrived = copy, arrived
+        if sent.is_complete:
+            self.arrived, self._joined, self._sent = arrived, sent, None
+            del self.pending
 
     def ready(self) -> Tensor:
         """Return `pending` once it has arrived."""
@@ -370,7 +364,7 @@ class TakenGradient:
     def _become(self, values: Tensor) -> None:
         """Have other values, to which all products were applied, in memory that no work under way reads."""
         self.pending, self.factors, self.norm, self.in_use = values, (), None, False
-        self._flat = self._joined = None
+        self._sent = self._joined = None
         self.version += 1
 
     def leave_speculation(self) -> None:
@@ -379,7 +373,7 @@ class TakenGradient:
             self.give_back()
         elif self.in_use:
             self.pending, self.in_use = self.ready().clone(), False
-            self._flat = self._joined = None
+            self._sent = self._joined = None
             self.version += 1
 
     def give_back(self) -> Tensor:
@@ -421,7 +415,7 @@ class TakenGradient:
         """Let handles have the memory of an ordinary tensor from now on."""
         self.given = given
         self.alias = self.pending = given.detach()
-        self.factors, self._flat, self._joined = (), None, None
+        self.factors, self._sent, self._joined = (), None, None
 
 
 def needs_present_mode(gradients: Iterable[TakenGradient]) -> bool:

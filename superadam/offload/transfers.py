@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
-from superadam.devices.flat import FlatLayout, FlatTensors
+from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import AllEvents, ChunkSums
 from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
 from superadam.host.signals import deferred_signals
@@ -143,7 +143,7 @@ class Transfers(NewValues):
         self._compute_norms([taken for _, group, _, _ in packed for taken in group.values()])
         hosts, arrived = self._send_to_host([source for _, _, source, _ in packed])
         for (layout, group, _, shadow), host in zip(packed, hosts, strict=True):
-            there = layout.cut(host)
+            there = layout.views(host)
             records |= _records(group, there, hyper, speculated, shadow)
             _move(group, there, arrived)
         if leaving:
@@ -221,11 +221,11 @@ class Transfers(NewValues):
         distant = self.device.empty(2 * sum(chunks), torch.float64, Stream.CURRENT)
         norm = ChunkSums.over(distant)
         parts = zip(torch.split(norm.sums, chunks), torch.split(norm.nonfinite, chunks), strict=True)
-        copies: list[FlatTensors] = []
+        copies: list[list[Tensor]] = []
         records: dict[Piece, Pending] = {}
         for (dtype, group), part in zip(groups.items(), parts, strict=True):
             layout = self._layout_of(tuple(group))
-            copies.append(layout.cut(self.device.pack(self._present(group), layout, dtype, ChunkSums(*part))))
+            copies.append(layout.views(self.device.pack(self._present(group), layout, dtype, ChunkSums(*part))))
             records |= _records(group, copies[-1], hyper, are_resident=True)
         self._compute_norms([*gradients.values()])
         (host,), arrived = self._send_to_host([distant])
@@ -332,30 +332,28 @@ class Transfers(NewValues):
 
 def _records(
     group: Mapping[Piece, TakenGradient],
-    sources: Sequence[Tensor] | FlatTensors,
+    copies: Sequence[Tensor],
     hyper: Sequence[Hyperparameters],
     speculated: Set[Piece] = frozenset(),
     shadow: Shadow | None = None,
     *,
     are_resident: bool = False,
 ) -> dict[Piece, Pending]:
-    """Return the records of gradients that are in a buffer each, or in one; those to be speculated on have a slot."""
+    """Return the records of gradients, of which there are copies; those to be speculated on have a slot."""
     records: dict[Piece, Pending] = {}
-    for position, (piece, taken) in enumerate(group.items()):
-        place = (sources, position) if isinstance(sources, FlatTensors) else (sources[position], 0)
+    for position, ((piece, taken), copy) in enumerate(zip(group.items(), copies, strict=True)):
         slot = Slot(shadow, position) if shadow is not None and piece in speculated else None
-        records[piece] = Pending.of(taken, hyper[piece.state.row], *place, slot=slot, is_resident=are_resident)
+        records[piece] = Pending.of(taken, hyper[piece.state.row], copy, slot=slot, is_resident=are_resident)
     return records
 
 
-def _move(group: Mapping[Piece, TakenGradient], there: FlatTensors, arrived: Event) -> None:
+def _move(group: Mapping[Piece, TakenGradient], copies: Sequence[Tensor], arrived: Event) -> None:
     """Let gradients that were sent be found where they are then."""
-    for position, (piece, taken) in enumerate(group.items()):
+    for (piece, taken), copy in zip(group.items(), copies, strict=True):
         if (state := piece.state) is piece:
-            taken.move_to(there, position, arrived)
+            taken.move_to(copy, arrived)
         else:
-            begin, numel = piece.begin, piece.shape.numel()
-            taken.move_piece_to(there, position, arrived, begin=begin, numel=numel, strides=state.strides)
+            taken.move_piece_to(copy, arrived, begin=piece.begin, strides=state.strides)
 
 
 def norm_in(host: Tensor) -> GradientNorm:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from superadam.devices.flat import FlatTensors
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
@@ -81,7 +80,7 @@ class Pending:
     Attributes:
         taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
         version: of `taken`, whose gradient this is.
-        source: the gradient, or the buffer that it arrives in, there at `position`.
+        gradient: as kernels read it, once it has arrived: on the host in the piece's layout, or on the device.
         slot: of the speculated value; None where only the norm is computed, and once the value is not needed.
         is_resident: whether the gradient is on the device, where its step is made.
         step: the step that this gradient makes, counted from 1; of this and all below, speculation says what they are.
@@ -95,8 +94,7 @@ class Pending:
     taken: weakref.ref[TakenGradient]
     version: int
     hyper: Hyperparameters
-    source: Tensor | FlatTensors
-    position: int = 0
+    gradient: Tensor
     slot: Slot | None = None
     is_resident: bool = False
     step: int = 0
@@ -106,17 +104,9 @@ class Pending:
     is_stale: bool = False
 
     @staticmethod
-    def of(
-        taken: TakenGradient, hyper: Hyperparameters, source: Tensor | FlatTensors, position: int = 0, **known: Any
-    ) -> Pending:
+    def of(taken: TakenGradient, hyper: Hyperparameters, gradient: Tensor, **known: Any) -> Pending:
         """Return the record of a gradient as it is now."""
-        return Pending(weakref.ref(taken), taken.version, hyper, source, position, **known)
-
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient as kernels read it, once it has arrived: on the host in the piece's layout, or on the device."""
-        source = self.source
-        return source if isinstance(source, Tensor) else source.tensors[self.position]
+        return Pending(weakref.ref(taken), taken.version, hyper, gradient, **known)
 
     def expect(self, step: int, unscaling: float, prediction: Prediction) -> None:
         """Let speculation be for a step and the predicted factor, which may be the usual one, `unscaling`."""

@@ -3,6 +3,7 @@
 import gc
 import math
 import signal
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from support.handles import NotingHolder, Owner
 from support.optimizers import DTYPES, EACH_DTYPE
 from support.visible import bits
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from superadam.handles.taken_gradient import Factor, FactorKind, HostSum, TakenGradient
 from superadam.kernels import native
@@ -201,44 +203,58 @@ def test_no_handler_leaves_another_floating_point_mode(monkeypatch: pytest.Monke
             assert not native.is_float_mode_usual()
 
 
-class Buffer:
-    """A flat buffer of two gradients, which counts how often they are looked up."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._tensors, self.count = tensors, 0
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        self.count += 1
-        return self._tensors
-
-
-def test_gradient_that_was_moved_is_looked_up_once_and_not_before_it_is_needed() -> None:
-    gradient, copies = irregular(3), (irregular(3) + 1, irregular(3) + 2)
-    taken, buffer, arrival = TakenGradient(gradient), Buffer(*copies), copying()
+def test_gradient_that_was_moved_is_waited_for_once_and_not_before_it_is_needed() -> None:
+    gradient, copy = irregular(3), irregular(3) + 1
+    taken, arrival = TakenGradient(gradient), copying()
     gone = weakref.ref(gradient)
     del gradient
-    taken.move_to(buffer, 1, arrival)
+    taken.move_to(copy, arrival)
     taken.record(Factor(MULTIPLY, 0.3))
     assert gone() is None
     assert taken.scale() is not None
-    assert buffer.count == arrival.synchronize.call_count == 0
-    assert taken.ready() is taken.pending is copies[1]
-    assert same_bits(taken.value(), copies[1] * 0.3)
-    assert same_bits(taken.scaled(), copies[1] * 0.3)
-    assert buffer.count == arrival.synchronize.call_count == 1
+    assert arrival.synchronize.call_count == 0
+    assert taken.ready() is taken.pending is copy
+    assert same_bits(taken.value(), copy * 0.3)
+    assert same_bits(taken.scaled(), copy * 0.3)
+    assert arrival.synchronize.call_count == 1
     assert taken.arrived is None
+
+
+def test_pieces_that_were_moved_are_joined_once_and_not_before_they_are_needed() -> None:
+    gradient, pieces, arrivals = irregular(4), (irregular(3) + 1, irregular(1) + 2), (copying(), copying())
+    taken, gone = TakenGradient(gradient), weakref.ref(gradient)
+    del gradient
+    taken.move_piece_to(pieces[1], arrivals[0], begin=3, strides=(1,))
+    assert taken.pending is gone()
+    taken.move_piece_to(pieces[0], arrivals[1], begin=0, strides=(1,))
+    assert gone() is None
+    assert arrivals[1].synchronize.call_count == 0
+    joined = taken.ready()
+    assert same_bits(joined, torch.cat(pieces))
+    assert taken.ready() is taken.pending is joined
+
+
+def test_all_threads_find_the_same_tensor() -> None:
+    """In place of a gradient: what one thread has multiplied another must not take for the original."""
+    for _ in range(20):
+        taken, together = TakenGradient(torch.zeros(200)), threading.Barrier(4)
+        for begin in range(200):
+            taken.move_piece_to(torch.zeros(1), copying(), begin=begin, strides=(1,))
+        with ThreadPoolExecutor(4) as threads:
+            wait_and_find = lambda _, taken=taken, together=together: (together.wait(), taken.pending)[1]  # noqa: E731
+            found = [*threads.map(wait_and_find, range(4))]
+        assert all(one is taken.pending for one in found)
 
 
 @pytest.mark.parametrize("change", ["absorb", "zero", "leave_speculation", "give_back"])
 def test_buffer_is_not_kept_once_the_gradient_is_elsewhere(change: str) -> None:
-    taken, buffer = TakenGradient(torch.ones(3)), Buffer(torch.full((3,), 2.0))
-    taken.move_to(buffer, 0, copying())
+    taken, buffer = TakenGradient(torch.ones(3)), torch.full((3,), 2.0)
+    taken.move_to(buffer.view(3), copying())
     taken.is_unrounded = taken.is_reduced = taken.in_use = True
     taken.absorb(torch.ones(3)) if change == "absorb" else getattr(taken, change)()
-    gone = weakref.ref(buffer)
+    gone = StorageWeakRef(buffer.untyped_storage())
     del buffer
-    assert gone() is None
+    assert gone.expired()
     assert taken.ready().tolist() == {"absorb": [3.0] * 3, "zero": [0.0] * 3}.get(change, [2.0] * 3)
 
 

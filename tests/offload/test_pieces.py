@@ -98,7 +98,8 @@ def train(run: Run) -> None:
         if scheduler is not None and scheduler._device.has_link:
             taken = [one for parameter in model.parameters() if (one := taken_of(parameter.grad)) is not None]
             assert taken
-            assert all(one._flat is not None for one in taken)  # all have moved to where their pieces were sent
+            # All have moved to where they, or their pieces, were sent.
+            assert all(one._joined is not None if one.owner().cuts else one.pending._is_view() for one in taken)
     run.see(gradients=[parameter.grad for parameter in model.parameters()])
     counts = optimizer.statistics
     assert not run.setting.clips or (counts.committed and counts.clipped)

@@ -21,7 +21,7 @@ RUNS, PROGRAMS = 2, 24
 """Runs without each wait, and the programs of each, of which one is to notice: as many as the ordinary tests train."""
 
 REASONS = {
-    "devices.flat JoinedTensor.tensors: self.arrived.synchronize()": (
+    "devices.flat JoinedTensor.tensor: self.arrived.synchronize()": (
         "readers have waited in TakenGradient.ready; this is for those of `pending` itself"
     ),
     "offload.buckets Bucketer.add: self._device.wait(Stream.CURRENT, made)": (
