@@ -56,6 +56,7 @@ def published(isa: str, exp_avg: np.ndarray, exp_avg_sq: np.ndarray, bc2s: float
     return arrays["out"]
 
 
+@pytest.mark.slow
 def test_every_mantissa_of_a_root(isa: str) -> None:
     # Roots of numbers from 1 to 4 have every mantissa. If the denominator has another last bit, the quotient is not 1.
     stride = 1 if isa == "avx512" else 101
