@@ -11,22 +11,21 @@ typedef struct {
     int flags;
 } adam_scalars;
 
-/* A square root over bc2s, rounded once. Where divisions are slow: a product, corrected by what it lacks, which has the
- * same bits (docs/design.md, "A quotient without a division"). Of Inf the rest is NaN, and then `root` takes its place.
- */
-static inline vec over_bc2s(const adam_scalars *k, vec root)
+/* A square root over bc2s, rounded once. Where the pass would wait for divisions: a product, corrected by what it
+ * lacks, which has the same bits (docs/design.md, "A quotient without a division"). Of Inf the rest is NaN, and then
+ * `root` takes its place. */
+static inline vec over_bc2s(const adam_scalars *k, vec root, int divides)
 {
-#ifdef VEC_DIVIDES_SLOWLY
+    if (divides)
+        return vec_div(root, vec_set(k->bc2s));
     const vec inverse = vec_set(k->inverse), product = vec_mul(root, inverse);
     return vec_fma(vec_min(vec_fma(product, vec_set(-k->bc2s), root), root), inverse, product);
-#else
-    return vec_div(root, vec_set(k->bc2s));
-#endif
 }
 
 /* Advances m, v (and vmax, with AMSGRAD) by one step in place and returns the new parameter: p, decayed, plus the
  * update `q` of denominator `d`. */
-static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec *vmax, vec p, vec *d, vec *q)
+static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec *vmax, vec p, vec *d, vec *q,
+                               int divides)
 {
     if (k->flags & SUPERADAM_SCALE) {
         g = vec_mul(g, vec_set(k->s));
@@ -50,7 +49,7 @@ static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec
     vec second = *v;
     if (k->flags & SUPERADAM_AMSGRAD)
         second = *vmax = vec_max(*vmax, *v);
-    *d = vec_add(over_bc2s(k, vec_sqrt(second)), vec_set(k->eps));
+    *d = vec_add(over_bc2s(k, vec_sqrt(second), divides), vec_set(k->eps));
     *q = vec_div(vec_mul(vec_set(k->nss), *m), *d);
     return vec_add(p, *q);
 }

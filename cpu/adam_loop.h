@@ -16,7 +16,7 @@
  *   for interval.h, in fp32: vec_abs, vec_min(a, b): a where it is smaller, else b; vec_bits(a, kept, set): the number
  *   with these bits of a, and those set; vec_less(a, b), a vec_mask; vec_and_less(mask, a, b), of lanes of the mask;
  *   vec_lanes(mask), a number whose bit i is lane i
- *   VEC_DIVIDES_SLOWLY, where a vec_div takes longer than two vec_fma, a vec_mul and a vec_min (adam_formula.h)
+ *   VEC_DIVIDES: whether a pass takes less time with a vec_div than with two vec_fma, a vec_mul and a vec_min
  *   squares, squares_zero(sums), squares_add(sums, lane, value), squares_lanes(sums, double[16])
  *
  * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
@@ -60,6 +60,7 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
            int with_norm, int lane, squares *sums, uint16_t *certain)
 {
     const int writes_state = pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE;
+    const int divides = VEC_DIVIDES || certain; /* the interval test takes longer than divisions meanwhile */
     vec g, m, v, p, d, q, vmax = vec_set(0);
 
     g = vec_load(gradient_dtype, segment->gradient, i, count);
@@ -76,7 +77,7 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
 
     if (pass == SUPERADAM_COMMIT_AND_SPECULATE) {
         vec older = vec_load(gradient_dtype, segment->accepted_gradient, i, count);
-        p = adam_formula(accepted, older, &m, &v, &vmax, p, &d, &q);
+        p = adam_formula(accepted, older, &m, &v, &vmax, p, &d, &q, divides);
         vec_store(REAL_DTYPE, segment->master, i, p, count, 0);
         vec_store(REAL_DTYPE, segment->exp_avg, i, m, count, 0);
         vec_store(REAL_DTYPE, segment->exp_avg_sq, i, v, count, 0);
@@ -84,7 +85,7 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
             vec_store(REAL_DTYPE, segment->max_exp_avg_sq, i, vmax, count, 0);
     }
     vec v_before = v;
-    p = adam_formula(current, g, &m, &v, &vmax, p, &d, &q);
+    p = adam_formula(current, g, &m, &v, &vmax, p, &d, &q, divides);
     if (writes_state) {
         vec_store(REAL_DTYPE, segment->master, i, p, count, 0);
         vec_store(REAL_DTYPE, segment->exp_avg, i, m, count, 0);
@@ -161,7 +162,8 @@ SHARED void block_step(const adam_scalars *k, int with_max, int lists, compact_b
                 squares_add(sums, lane, g);
             if (lists)
                 vec_store(REAL_DTYPE, b->before, j, v, VEC_WIDTH, 0);
-            vec p = adam_formula(k, g, &m, &v, &vmax, vec_load(REAL_DTYPE, b->master, j, VEC_WIDTH), &d, &q);
+            vec p =
+                adam_formula(k, g, &m, &v, &vmax, vec_load(REAL_DTYPE, b->master, j, VEC_WIDTH), &d, &q, VEC_DIVIDES);
             vec_store(REAL_DTYPE, b->master, j, p, VEC_WIDTH, 0);
             vec_store(REAL_DTYPE, b->exp_avg, j, m, VEC_WIDTH, 0);
             vec_store(REAL_DTYPE, b->exp_avg_sq, j, v, VEC_WIDTH, 0);

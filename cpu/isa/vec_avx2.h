@@ -7,7 +7,7 @@
 typedef float real;
 typedef __m256 vec;
 typedef __m256 vec_mask;
-enum { VEC_WIDTH = 8, VEC_UNROLL = 2 };
+enum { VEC_WIDTH = 8, VEC_UNROLL = 2, VEC_DIVIDES = 0 };
 
 static inline vec vec_set(float value) { return _mm256_set1_ps(value); }
 static inline vec vec_add(vec a, vec b) { return _mm256_add_ps(a, b); }

@@ -7,8 +7,7 @@
 typedef float real;
 typedef __m512 vec;
 typedef __mmask16 vec_mask;
-enum { VEC_WIDTH = 16, VEC_UNROLL = 1 };
-#define VEC_DIVIDES_SLOWLY
+enum { VEC_WIDTH = 16, VEC_UNROLL = 1, VEC_DIVIDES = 0 };
 
 static inline vec vec_set(float value) { return _mm512_set1_ps(value); }
 static inline vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }

@@ -9,7 +9,7 @@
 typedef double real;
 typedef double vec;
 typedef int vec_mask;
-enum { VEC_WIDTH = 1, VEC_UNROLL = 1 };
+enum { VEC_WIDTH = 1, VEC_UNROLL = 1, VEC_DIVIDES = 1 };
 
 static inline vec vec_set(double value) { return value; }
 static inline vec vec_add(vec a, vec b) { return a + b; }

@@ -9,7 +9,7 @@
 typedef float real;
 typedef float32x4_t vec;
 typedef uint32x4_t vec_mask;
-enum { VEC_WIDTH = 4, VEC_UNROLL = 4 };
+enum { VEC_WIDTH = 4, VEC_UNROLL = 4, VEC_DIVIDES = 1 };
 
 static inline vec vec_set(float value) { return vdupq_n_f32(value); }
 static inline vec vec_add(vec a, vec b) { return vaddq_f32(a, b); }

@@ -7,7 +7,7 @@
 typedef float real;
 typedef float vec;
 typedef int vec_mask;
-enum { VEC_WIDTH = 1, VEC_UNROLL = 1 };
+enum { VEC_WIDTH = 1, VEC_UNROLL = 1, VEC_DIVIDES = 1 };
 
 static inline uint32_t bits_of(float value)
 {

@@ -13,7 +13,7 @@ typedef float real;
 typedef svfloat32_t vec;
 typedef svbool_t vec_mask;
 #define VEC_WIDTH vec_width()
-enum { VEC_UNROLL = 1 };
+enum { VEC_UNROLL = 1, VEC_DIVIDES = 1 };
 
 static inline int vec_width(void)
 {
