@@ -107,6 +107,9 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
     torch would make a step with zero gradients to create state where there is none; an empty entry prevents that.
     """
+    for what, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(given, kind):
+            raise CheckpointError(f"{what} is a {type(given).__name__}, expected one {kind.__name__}")
     reshard(model)
     if not {*parameters_of(optimizer)} <= {*model.parameters()}:
         raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")

@@ -350,6 +350,9 @@ def _counted_steps(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
     if isinstance(optimizer, SpeculativeCPUAdam):
         yield lambda: optimizer.statistics.steps
         return
+    if not isinstance(optimizer, Optimizer):  # which is refused on all ranks
+        yield int
+        return
     begun: list[None] = []
     with optimizer.register_step_pre_hook(lambda *_: begun.append(None)):
         yield lambda: len(begun)

@@ -365,6 +365,8 @@ UNSAVEABLE = "extra, a parameter group or the model's state holds an object, exp
         ),
         *(({"keep": keep}, "keep is .*, expected a whole number of at least 1") for keep in (0, -1, True, 1.5, None)),
         ({"optimizer": make(torch.optim.AdamW)[1]}, "the optimizer has parameters that the model lacks"),
+        ({"optimizer": [make(SpeculativeCPUAdamW)[1]]}, "optimizer is a list, expected one Optimizer; earlier"),
+        ({"optimizer": None}, "optimizer is a NoneType, expected one Optimizer; earlier"),
     ],
 )
 def test_what_cannot_be_saved_is_one_sentence(options, words, wait, pair, tmp_path):
@@ -373,6 +375,17 @@ def test_what_cannot_be_saved_is_one_sentence(options, words, wait, pair, tmp_pa
     with pytest.raises(CheckpointError, match=words):
         save(tmp_path, model, **{"optimizer": optimizer, **options}, wait=wait)
     assert os.listdir(tmp_path) in ([], [".lock"])
+
+
+def test_other_things_than_a_model_and_an_optimizer_are_one_sentence(pair, tmp_path):
+    save(tmp_path, *pair)
+    for given, words in (
+        ((*reversed(pair),), "model is a SpeculativeCPUAdamW"),
+        ((pair[0], None), "optimizer is a NoneT"),
+    ):
+        for call in (save, load):
+            with pytest.raises(CheckpointError, match=rf"{words}.*, expected one (Module|Optimizer); \w+ .*$"):
+                call(tmp_path, *given)
 
 
 @pytest.mark.parametrize("key", ["slow.weights", 7])

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,6 +191,20 @@ def test_a_log_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_no_error_is_not_kept() -> None:
     with pytest.raises(KeyboardInterrupt):
         telling.tell("this", Mock(side_effect=KeyboardInterrupt))
+
+
+def test_what_a_handler_raises_is_the_program_s(monkeypatch, caplog) -> None:
+    def expire(*_: Any) -> None:
+        raise TimeoutError("of the program")
+
+    monkeypatch.setattr(telling, "_failed", set())
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        with pytest.raises(TimeoutError, match="of the program"):
+            telling.tell("this", signal.raise_signal, signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25), 0.0, -1.0, 2.0])
