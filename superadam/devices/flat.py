@@ -71,5 +71,5 @@ class JoinedTensor:
         whole = next(iter(self.pieces.values())).new_empty_strided(self._shape, self._strides)
         for begin, piece in self.pieces.items():
             whole.as_strided(piece.shape, piece.stride(), begin).copy_(piece)
-        known: Tensor = self.__dict__.setdefault("_tensor", whole)  # for all threads that were here
+        known: Tensor = self.__dict__.setdefault("_whole", whole)  # for all threads that were here
         return known

@@ -21,19 +21,25 @@ class _Thread(threading.local):
     """Whether this thread runs handlers: until Python 3.13, `threading.main_thread()` is the first that imported it."""
 
     runs_handlers = False  # while it is asked, when a finalizer may run in a new thread
+    without_handlers: AbstractContextManager[None] = nullcontext()
 
     def __init__(self) -> None:
         try:
             signal.set_wakeup_fd(-2)  # of no file, so that it changes nothing
         except (OSError, ValueError) as error:
-            self.runs_handlers = isinstance(error, OSError)
+            if isinstance(error, OSError):
+                self.run_handlers()
+
+    def run_handlers(self) -> None:
+        self.runs_handlers, self.without_handlers = True, _SECTION
 
 
-_THIS_THREAD = _Thread()
+THIS_THREAD = _Thread()
+"""Its `without_handlers` is what `deferred_handlers` returns, without a call."""
 
 
 def _forget() -> None:
-    _THIS_THREAD.runs_handlers = True
+    THIS_THREAD.run_handlers()
     _signals.forget()
     while _signals.pause_collector(False):
         pass
@@ -57,7 +63,7 @@ def deferred_signals() -> AbstractContextManager[None]:
     All of them run, and the last exception is raised with the others as its context. Only the main thread runs
     handlers. Nor does the garbage collector run inside, in any thread, unless it is called.
     """
-    return _SECTION if _THIS_THREAD.runs_handlers else _without_finalizers()
+    return _SECTION if THIS_THREAD.runs_handlers else _without_finalizers()
 
 
 def deferred_handlers() -> AbstractContextManager[None]:
@@ -65,4 +71,4 @@ def deferred_handlers() -> AbstractContextManager[None]:
 
     There the garbage collector would be off as long, while the main thread trains.
     """
-    return _SECTION if _THIS_THREAD.runs_handlers else nullcontext()
+    return THIS_THREAD.without_handlers

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from superadam.host.signals import deferred_handlers
+from superadam.host.signals import THIS_THREAD
 
 _logger = logging.getLogger("superadam")
 _failed: set[str] = set()  # whose errors were logged
@@ -18,7 +18,7 @@ _failed: set[str] = set()  # whose errors were logged
 
 def tell(what: str, listener: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a listener, and return what it returns, None where it raised an `Exception`; `what` names it in the log."""
-    with deferred_handlers():  # what a signal's handler raises is the program's
+    with THIS_THREAD.without_handlers:  # what a signal's handler raises is the program's
         try:
             return listener(*arguments, **options)
         except Exception:
