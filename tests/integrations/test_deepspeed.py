@@ -182,7 +182,11 @@ def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes
     monkeypatch.setattr(fp32_weights, "FILE_BYTES", file_bytes)
     folder = tmp_path / "new" / "model"
     if ranks == 1:
-        assert deepspeed.save_fp32(folder, *continued("zero3-2")) == folder
+        model, optimizer = continued("zero3-2")
+        for name in ("config", "generation_config"):
+            setattr(model, name, SimpleNamespace(save_pretrained=lambda part, name=name: (part / name).write_text("")))
+        assert deepspeed.save_fp32(folder, model, optimizer) == folder
+        assert {path.name for path in folder.glob("*config")} == {"config", "generation_config"}
     else:
         run(masters_on_ranks, ranks, folder=str(folder))
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
@@ -359,13 +363,13 @@ def changed_adam(change: Any) -> Any:
     return write
 
 
-def decayed_as_adam(path: Path, is_lost: bool = False) -> None:
-    """Make a file one of DeepSpeed's own Adam with `adam_w_mode: false`, which older ones have lost."""
-    made = {"type": "Adam", "params": {} if is_lost else {"adam_w_mode": False}}
+def decayed_as_adam(path: Path, version: str = "") -> None:
+    """Make a file one of DeepSpeed's own Adam with `adam_w_mode: false`, or of a version that has not written that."""
+    made = {"type": "Adam", "params": {} if version else {"adam_w_mode": False}}
     if "optim" in path.name:
         changed_adam(lambda adam: [group.pop("decoupled_weight_decay") for group in adam["param_groups"]])(path)
     else:
-        changed_model(lambda it: it.update(ds_config={"optimizer": made}, ds_version=f"0.19.{8 - 8 * is_lost}"))(path)
+        changed_model(lambda it: it.update(ds_config={"optimizer": made}, ds_version=version))(path)
 
 
 mixed_up = changed_model(lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
@@ -461,8 +465,19 @@ def test_mappings_that_are_wrong_with_round_robin_gradients_are_not_needed(tmp_p
 
 def test_what_older_ones_have_lost_is_not_guessed(tmp_path):
     model, _ = training()
-    copy = edited(tmp_path, "zero2-1", "*.pt", partial(decayed_as_adam, is_lost=True))
-    assert deepspeed.load(copy, model, SpeculativeCPUAdam(groups_of(model))) == deepspeed_run.STEPS
+    optimizer = SpeculativeCPUAdam(groups_of(model))
+    copy = edited(tmp_path, "zero2-1", "*.pt", partial(decayed_as_adam, version="0.19.3"))
+    assert deepspeed.load(copy, model, optimizer) == deepspeed_run.STEPS
+    decayed_as_adam(next(copy.rglob("*model*")), "0.19.4")  # which lost nothing: it is the default
+    with refused(optimizer, CheckpointError, r"that of AdamW, expected that of Adam \(L2\)"):
+        deepspeed.load(copy, model, optimizer)
+
+
+def test_files_are_in_the_order_of_the_numbers_of_their_ranks(tmp_path):
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 9, 10, 100)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert zero_checkpoint._shards_of(tmp_path) == names
 
 
 def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
