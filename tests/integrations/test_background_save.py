@@ -540,7 +540,7 @@ def test_no_memory_for_the_copies_is_one_sentence(kind, lack, tmp_path, monkeypa
             host = machine(tmp_path / "machine", {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 1 kB\n"})
             context.setattr(distributed_checkpoint, "Host", lambda: host)
         elif lack == "the system's":
-            context.setattr(checkpoint_tensors, "_block", None)
+            context.setattr(checkpoint_tensors, "_block", b"of another size, and given back first")
             context.setattr(checkpoint_tensors.mmap, "mmap", Mock(side_effect=OSError(12, "Cannot allocate memory")))
         else:
             context.setattr(checkpoint_tensors, "copy_on_kernel_threads", Mock(side_effect=of_torch))
