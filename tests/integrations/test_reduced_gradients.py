@@ -60,6 +60,13 @@ def test_gradients_that_are_not_rounded_stay(shard, link):
     assert optimizer.statistics.committed == 1
 
 
+def test_gradients_that_no_buffer_was_shown_for_stay():
+    model, optimizer = reduced()
+    sum(parameter.to_local().float().square().sum() for parameter in model.parameters()).backward()
+    assert are_taken(model) == {False}
+    optimizer.step()
+
+
 def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed():
     shown = []
     for speculates in (False, True):
