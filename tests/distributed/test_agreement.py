@@ -100,6 +100,14 @@ def test_what_is_no_answer_of_another_rank_is_refused(monkeypatch):
     raises(RuntimeError, told, ask)
     monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(number=0.0)] * 2)
     raises(RuntimeError, "the answer is that to an older question", ask)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", Mock(side_effect=RuntimeError("planted")))
+    raises(RuntimeError, r"^ranks \[0, 1\] could not agree on a step, .* \(planted\)", ranks._exchange_descriptions)
+
+
+def test_nobody_makes_a_step_with_nan():
+    ranks = Ranks([0])
+    assert ranks.norm(Question.STEP, None, 3, lambda classes: [math.nan]).count == 3
+    assert ranks.agreed == 0
 
 
 def test_copies_whose_elements_are_added_alike_have_to_be_the_same():

@@ -92,6 +92,7 @@ def test_what_is_not_one_factor_ends_speculation_until_it_is() -> None:
     predictor = trained(10.0, limit=None)
     for _ in range(12):
         judged(predictor, None)
+    assert predictor.predict(100, 0.0, 1.0, 1.0) is None
     assert [judged(predictor, 1.0) for _ in range(4)] == [None] * 4
     assert judged(predictor, 1.0) == Prediction(1.0)
 
@@ -110,8 +111,9 @@ def test_the_norm_is_no_less_than_what_has_arrived() -> None:
         for numel, seen in ((100, 0.0), (900, 3.0), (100, 9.0)):
             predictor.predict(numel, seen, 1.0, 1.0)
         predictor.add_verdict(Applied(10.0, 0.1, 1.0))
-    predictor.predict(10, 0.0, 1.0, 1.0)
-    assert predictor.predict(900, 50.0, 1.0, 1.0).factor <= 1.0 / 50.0  # too few elements for another prediction
+    predictor.predict(100, 0.0, 1.0, 1.0)
+    prediction = predictor.predict(900, 50.0, 1.0, 1.0)  # too few elements for another prediction
+    assert prediction.interval.high == pytest.approx(1.0 / 50.0)
 
 
 @pytest.mark.parametrize("unit", [1.0, 2.0**-20])
@@ -206,7 +208,7 @@ def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_lo
         predictor.add_lists({hopeless: record, fine: other}, prediction)
         steps = 0
         while predictor.leaves_out(hopeless, prediction, 1.0):
-            one_step(predictor, [5.0] * 4)
+            assert None not in one_step(predictor, [5.0] * 4)
             steps += 1
         assert not predictor.leaves_out(fine, prediction, 1.0)
         waits.append(steps)
@@ -215,6 +217,9 @@ def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_lo
     predictor.add_lists({hopeless: record}, prediction)
     assert predictor.leaves_out(hopeless, prediction, 1.0)
     assert not predictor.leaves_out(hopeless, Prediction(1.0), 1.0)
+    for _ in range(waits[0]):  # anew, since a list was complete
+        one_step(predictor, [5.0] * 4)
+    assert not predictor.leaves_out(hopeless, prediction, 1.0)
     gone = weakref.ref(hopeless)
     del hopeless
     gc.collect()
