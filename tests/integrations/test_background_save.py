@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.integrations import checkpoint_folder, checkpoint_tensors, distributed_checkpoint
+from superadam.integrations import background_save, checkpoint_folder, checkpoint_tensors, distributed_checkpoint
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 from superadam.testing import SimulatedDevice
 
@@ -475,6 +475,15 @@ def test_interrupt_of_a_save_at_random_moments(tmp_path):
     wait()
     assert content(*pair) == content(*plain)
     assert_saved(path, content(*plain), SpeculativeCPUAdamW)
+
+
+def test_interrupt_before_the_thread_starts_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    start = background_save.start
+    monkeypatch.setattr(background_save, "start", lambda *work: signal.raise_signal(signal.SIGINT) or start(*work))
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, *stepped(SpeculativeCPUAdamW), wait=False)
+    wait()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "save-00000001"]
 
 
 def test_save_is_made_at_once_where_no_thread_can_start(tmp_path, monkeypatch):

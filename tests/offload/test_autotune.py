@@ -315,6 +315,11 @@ def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> 
     assert Autotuner(PlainDevice(), total, 0, "auto", "auto", 1, **BYTES).placement.bucket_numel == numel
 
 
+@pytest.mark.parametrize(("free", "room"), [(None, None), (900, None), (899, 863), (-50, 9), (-90, 0)])
+def test_new_values_have_what_packed_gradients_leave_of_nine_tenths(free: int | None, room: int | None) -> None:
+    assert placement.room_for_new_values(travelled=1000, packed=100, largest=10, free=free) == room
+
+
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 10), st.integers(1, 60))
 def test_last_pieces_are_the_shortest_end_that_fills_the_buckets(sizes, gpu_buckets, bucket_numel):
     order: list[Piece] = [ParameterState(torch.empty(size), row, "p") for row, size in enumerate(sizes)]
