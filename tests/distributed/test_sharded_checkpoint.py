@@ -340,6 +340,8 @@ def test_what_would_be_that_of_one_rank_is_refused(rank, tmp_path):
     save(tmp_path, stage, SpeculativeCPUAdamW(stage.parameters()))
     nn.init.constant_(stage.weight.requires_grad_(False)[1], rank)  # frozen, and saved all the same
     assert "ranks [1] have" in told(save, tmp_path, stage, SpeculativeCPUAdamW([stage.bias]))
+    stage.weight.untyped_storage().resize_(0)  # of which there is nothing to compare
+    assert "weight has no data" in told(save, tmp_path / "new", stage, SpeculativeCPUAdamW([stage.bias]))
 
 
 @ranks.on_ranks(2)
