@@ -484,6 +484,13 @@ def test_files_are_in_the_order_of_the_numbers_of_their_ranks(tmp_path):
     assert zero_checkpoint._shards_of(tmp_path) == names
 
 
+def test_a_frozen_parameter_of_one_element_is_that_of_the_first_rank():
+    """Others have padding."""
+    pieces = ({"scale": torch.tensor([value])} for value in (3.0, 0.0))
+    models = [{"frozen_param_shapes": {"scale": (1,)}, "frozen_param_fragments": piece} for piece in pieces]
+    assert zero_checkpoint._frozen(models)["scale"].tolist() == [3.0]
+
+
 def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):
     copy = edited(tmp_path, "zero2-2/universal", "*model_states*", mixed_up)
     groups = zero_checkpoint._read(path := copy / "zero/optimizer_state.pt")["param_groups"]
