@@ -42,7 +42,7 @@ class ZeroCheckpoint:
         path = self._path = folder / latest.read_text().strip() if latest.is_file() else folder
         self._is_universal = (path / UNIVERSAL).is_dir()
         files = [Path(UNIVERSAL, "optimizer_state.pt")] if self._is_universal else _shards_of(path)
-        of_models = _numbered(path, r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
+        of_models = _numbered(path, r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt")
         models = [_read(path / name) for name in of_models]
         shards = [_read(path / name) for name in files]
         self._shards = shards if self._is_universal else [shard["optimizer_state_dict"] for shard in shards]
@@ -190,18 +190,16 @@ def _shards_of(path: Path) -> list[str]:
             f"{min(parts)} is of tensor, pipeline or expert parallelism, which is not read; experts of one rank are, "
             "once ds_to_universal has converted them"
         )
-    return _numbered(path, r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+    return _numbered(path, r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_00_optim_states\.pt")
 
 
 def _numbered(path: Path, pattern: str) -> list[str]:
-    """Return the files that a pattern describes, in the order of their ranks."""
-    found = sorted(
-        (int(match[1] or 0), match[0]) for name in os.listdir(path) if (match := re.fullmatch(pattern, name))
-    )
+    """Return the files that a pattern describes, in the order of their ranks: of two numbers, the longer is greater."""
+    found = sorted(filter(re.compile(pattern).fullmatch, os.listdir(path)), key=lambda name: (len(name), name))
     if not found:
         kind = pattern.rpartition("00_")[2].replace("\\", "")
         raise CheckpointError(f"{path} has no files *{kind}, expected a checkpoint of ZeRO-1, 2 or 3")
-    return [name for _, name in found]
+    return found
 
 
 def _read(path: Path) -> Any:

@@ -158,7 +158,7 @@ class Predictor:
 
     def _norm(self, elements: int, seen: float) -> float:
         """Return the norm that this step is likely to have, not less than that of the elements that have arrived."""
-        if not self._past or elements >= self.total:
+        if not self._past:
             return seen
         usual = max(seen, statistics.median(norm for norm, _ in self._past))
         if elements < LEAST_SEEN * self._elements:

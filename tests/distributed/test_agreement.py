@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from superadam import SpeculativeCPUAdamW, StepKind
-from superadam.distributed.agreement import Question, Ranks
+from superadam.distributed.agreement import Description, Question, Ranks, _bound
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
 from superadam.state.parameter import ParameterState
 from superadam.state.table import ParameterTable
@@ -100,6 +100,24 @@ def test_what_is_no_answer_of_another_rank_is_refused(monkeypatch):
     raises(RuntimeError, told, ask)
     monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(number=0.0)] * 2)
     raises(RuntimeError, "the answer is that to an older question", ask)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", Mock(side_effect=RuntimeError("planted")))
+    raises(RuntimeError, r"^ranks \[0, 1\] could not agree on a step, .* \(planted\)", ranks._exchange_descriptions)
+
+
+def test_nobody_makes_a_step_with_nan():
+    ranks = Ranks([0])
+    assert ranks.norm(Question.STEP, None, 3, lambda classes: [math.nan]).count == 3
+    assert ranks.agreed == 0
+
+
+def test_copies_whose_elements_are_added_alike_have_to_be_the_same():
+    groups = ((0,), (1,))
+    by_rank = {
+        rank: [Description("copied", (3, 5), (rank,), "all"), Description("other", (7,), (0, 1))] for rank in (0, 1)
+    }
+    assert _bound(groups, {"copied": groups}, by_rank) == 0.0
+    by_rank[1][0] = by_rank[1][0]._replace(part="all, in another order")
+    assert _bound(groups, {"copied": groups}, by_rank) == 15 * 2.0**-51
 
 
 def test_any_number_of_kinds_of_copies_has_room(monkeypatch):

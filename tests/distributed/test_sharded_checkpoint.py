@@ -338,8 +338,10 @@ def test_what_would_be_that_of_one_rank_is_refused(rank, tmp_path):
     assert not os.listdir(tmp_path)
     nn.init.ones_(stage.weight)  # now only the biases differ, as those of which a loss is independent
     save(tmp_path, stage, SpeculativeCPUAdamW(stage.parameters()))
-    nn.init.constant_(stage.weight.requires_grad_(False), rank)  # frozen, and saved all the same
+    nn.init.constant_(stage.weight.requires_grad_(False)[1], rank)  # frozen, and saved all the same
     assert "ranks [1] have" in told(save, tmp_path, stage, SpeculativeCPUAdamW([stage.bias]))
+    stage.weight.untyped_storage().resize_(0)  # of which there is nothing to compare
+    assert "weight has no data" in told(save, tmp_path / "new", stage, SpeculativeCPUAdamW([stage.bias]))
 
 
 @ranks.on_ranks(2)

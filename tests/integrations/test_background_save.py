@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.integrations import checkpoint_folder, checkpoint_tensors, distributed_checkpoint
+from superadam.integrations import background_save, checkpoint_folder, checkpoint_tensors, distributed_checkpoint
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 from superadam.testing import SimulatedDevice
 
@@ -477,6 +477,15 @@ def test_interrupt_of_a_save_at_random_moments(tmp_path):
     assert_saved(path, content(*plain), SpeculativeCPUAdamW)
 
 
+def test_interrupt_before_the_thread_starts_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    start = background_save.start
+    monkeypatch.setattr(background_save, "start", lambda *work: signal.raise_signal(signal.SIGINT) or start(*work))
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, *stepped(SpeculativeCPUAdamW), wait=False)
+    wait()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "save-00000001"]
+
+
 def test_save_is_made_at_once_where_no_thread_can_start(tmp_path, monkeypatch):
     pair = stepped(SpeculativeCPUAdamW)
     with monkeypatch.context() as context:
@@ -540,7 +549,7 @@ def test_no_memory_for_the_copies_is_one_sentence(kind, lack, tmp_path, monkeypa
             host = machine(tmp_path / "machine", {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 1 kB\n"})
             context.setattr(distributed_checkpoint, "Host", lambda: host)
         elif lack == "the system's":
-            context.setattr(checkpoint_tensors, "_block", None)
+            context.setattr(checkpoint_tensors, "_block", b"of another size, and given back first")
             context.setattr(checkpoint_tensors.mmap, "mmap", Mock(side_effect=OSError(12, "Cannot allocate memory")))
         else:
             context.setattr(checkpoint_tensors, "copy_on_kernel_threads", Mock(side_effect=of_torch))

@@ -176,13 +176,17 @@ def masters_on_ranks(rank: int, folder: str) -> None:
     deepspeed.save_fp32(folder, *continued("zero3-2", is_sharded=True))
 
 
-@pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 10**9), (1, 200), (2, 10**9)])
+@pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 10**9), (1, 152), (2, 10**9)])
 def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes):
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.setattr(fp32_weights, "FILE_BYTES", file_bytes)
     folder = tmp_path / "new" / "model"
     if ranks == 1:
-        assert deepspeed.save_fp32(folder, *continued("zero3-2")) == folder
+        model, optimizer = continued("zero3-2")
+        for name in ("config", "generation_config"):
+            setattr(model, name, SimpleNamespace(save_pretrained=lambda part, name=name: (part / name).write_text("")))
+        assert deepspeed.save_fp32(folder, model, optimizer) == folder
+        assert {path.name for path in folder.glob("*config")} == {"config", "generation_config"}
     else:
         run(masters_on_ranks, ranks, folder=str(folder))
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
@@ -193,7 +197,8 @@ def test_masters_are_written_as_a_model(tmp_path, monkeypatch, ranks, file_bytes
     for name in NAMES:
         assert torch.equal(found[name].flatten(), universal(DATA / "zero3-2/universal")[f"{name}/fp32"].flatten())
     assert {value.dtype for value in found.values()} == {torch.float32}
-    if len(files) > 1:
+    if file_bytes == 152:  # the first two tensors fill a file
+        assert [path.name for path in files] == [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
         index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         assert index == {name: path.name for path, part in zip(files, parts, strict=True) for name in part}
     Model().load_state_dict(found)
@@ -252,7 +257,7 @@ def test_tied_weights_are_written_once(tmp_path):
     assert [*safetensors.load_file(tmp_path / "model/model.safetensors")] == ["0"]
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
     (tmp_path / "other").write_text("")
     parameter = torch.nn.Parameter(torch.ones(3))
     shared = torch.nn.ParameterList([parameter, torch.nn.Parameter(parameter.data)])
@@ -265,6 +270,9 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     ):
         with refused(optimizer, CheckpointError, words):
             deepspeed.save_fp32(folder, model, optimizer)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with refused(optimizer, ImportError, r"save_fp32\(\) needs safetensors \(.*\); pip install safetensors"):
+        deepspeed.save_fp32(tmp_path / "model", model, optimizer)
     assert os.listdir(tmp_path) == ["other"]
 
 
@@ -359,13 +367,13 @@ def changed_adam(change: Any) -> Any:
     return write
 
 
-def decayed_as_adam(path: Path, is_lost: bool = False) -> None:
-    """Make a file one of DeepSpeed's own Adam with `adam_w_mode: false`, which older ones have lost."""
-    made = {"type": "Adam", "params": {} if is_lost else {"adam_w_mode": False}}
+def decayed_as_adam(path: Path, version: str = "") -> None:
+    """Make a file one of DeepSpeed's own Adam with `adam_w_mode: false`, or of a version that has not written that."""
+    made = {"type": "Adam", "params": {} if version else {"adam_w_mode": False}}
     if "optim" in path.name:
         changed_adam(lambda adam: [group.pop("decoupled_weight_decay") for group in adam["param_groups"]])(path)
     else:
-        changed_model(lambda it: it.update(ds_config={"optimizer": made}, ds_version=f"0.19.{8 - 8 * is_lost}"))(path)
+        changed_model(lambda it: it.update(ds_config={"optimizer": made}, ds_version=version))(path)
 
 
 mixed_up = changed_model(lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
@@ -461,8 +469,26 @@ def test_mappings_that_are_wrong_with_round_robin_gradients_are_not_needed(tmp_p
 
 def test_what_older_ones_have_lost_is_not_guessed(tmp_path):
     model, _ = training()
-    copy = edited(tmp_path, "zero2-1", "*.pt", partial(decayed_as_adam, is_lost=True))
-    assert deepspeed.load(copy, model, SpeculativeCPUAdam(groups_of(model))) == deepspeed_run.STEPS
+    optimizer = SpeculativeCPUAdam(groups_of(model))
+    copy = edited(tmp_path, "zero2-1", "*.pt", partial(decayed_as_adam, version="0.19.3"))
+    assert deepspeed.load(copy, model, optimizer) == deepspeed_run.STEPS
+    decayed_as_adam(next(copy.rglob("*model*")), "0.19.4")  # which lost nothing: it is the default
+    with refused(optimizer, CheckpointError, r"that of AdamW, expected that of Adam \(L2\)"):
+        deepspeed.load(copy, model, optimizer)
+
+
+def test_files_are_in_the_order_of_the_numbers_of_their_ranks(tmp_path):
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 9, 10, 100)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert zero_checkpoint._shards_of(tmp_path) == names
+
+
+def test_a_frozen_parameter_of_one_element_is_that_of_the_first_rank():
+    """Others have padding."""
+    pieces = ({"scale": torch.tensor([value])} for value in (3.0, 0.0))
+    models = [{"frozen_param_shapes": {"scale": (1,)}, "frozen_param_fragments": piece} for piece in pieces]
+    assert zero_checkpoint._frozen(models)["scale"].tolist() == [3.0]
 
 
 def test_round_robin_of_one_rank_mixes_nothing_up(tmp_path):

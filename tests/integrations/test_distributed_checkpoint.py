@@ -314,6 +314,8 @@ def test_damage_anywhere_is_refused_and_the_intact_one_named(pair, tmp_path):
     assert load(older, *other) == "older"
     (older / ".metadata").unlink()
     assert "no other one in it is intact" in refused(tmp_path, *other)
+    (newest / "additional").unlink()
+    assert f"load {newest}, which is intact" in refused(older, *other)
 
 
 def test_nothing_there_is_refused(pair, tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from superadam import SpeculativeCPUAdamW
 from superadam.handles.gradient_handle import taken_of
-from superadam.integrations.reduced_gradients import take_reduced_gradients
+from superadam.integrations.reduced_gradients import ReducedGradients, take_reduced_gradients
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -58,6 +58,23 @@ def test_gradients_that_are_not_rounded_stay(shard, link):
     assert are_taken(model) == {False}
     optimizer.step()
     assert optimizer.statistics.committed == 1
+
+
+def test_gradients_that_no_buffer_was_shown_for_stay():
+    model, optimizer = reduced()
+    sum(parameter.to_local().float().square().sum() for parameter in model.parameters()).backward()
+    assert are_taken(model) == {False}
+    optimizer.step()
+
+
+def test_an_error_while_gradients_add_up_is_told_by_step(monkeypatch):
+    model, optimizer = reduced()
+    backward(model)
+    assert are_taken(model) == {True}
+    monkeypatch.setattr(ReducedGradients, "_unrounded", Mock(side_effect=MemoryError("planted")))
+    backward(model)
+    with pytest.raises(MemoryError, match="planted"):
+        optimizer.step()
 
 
 def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed():

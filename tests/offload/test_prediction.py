@@ -46,7 +46,9 @@ def width(prediction: Prediction | None) -> float:
 
 def test_without_clipping_values_are_published_for_no_factor_but_that() -> None:
     assert one_step(trained(5.0, limit=None), [2.5] * 4, None) == [Prediction(1.0)] * 4
-    assert one_step(trained(0.3), [0.15] * 4) == [Prediction(1.0)] * 4
+    for unscaling in (1.0, 2.0**-8):
+        part, how = 0.15 / unscaling, {"unscaling": unscaling}
+        assert one_step(trained(2 * part, **how), [part] * 4, **how) == [Prediction(unscaling)] * 4
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -90,6 +92,7 @@ def test_what_is_not_one_factor_ends_speculation_until_it_is() -> None:
     predictor = trained(10.0, limit=None)
     for _ in range(12):
         judged(predictor, None)
+    assert predictor.predict(100, 0.0, 1.0, 1.0) is None
     assert [judged(predictor, 1.0) for _ in range(4)] == [None] * 4
     assert judged(predictor, 1.0) == Prediction(1.0)
 
@@ -108,8 +111,30 @@ def test_the_norm_is_no_less_than_what_has_arrived() -> None:
         for numel, seen in ((100, 0.0), (900, 3.0), (100, 9.0)):
             predictor.predict(numel, seen, 1.0, 1.0)
         predictor.add_verdict(Applied(10.0, 0.1, 1.0))
-    predictor.predict(10, 0.0, 1.0, 1.0)
-    assert predictor.predict(900, 50.0, 1.0, 1.0).factor <= 1.0 / 50.0  # too few elements for another prediction
+    predictor.predict(100, 0.0, 1.0, 1.0)
+    prediction = predictor.predict(900, 50.0, 1.0, 1.0)  # too few elements for another prediction
+    assert prediction.interval.high == pytest.approx(1.0 / 50.0)
+
+
+@pytest.mark.parametrize("unit", [1.0, 2.0**-20])
+def test_what_has_arrived_corrects_the_prediction_and_bounds_the_interval(unit: float) -> None:
+    predictor = Predictor()
+    for _ in range(12):
+        one_step(predictor, [6 * unit, 8 * unit, 3 * unit], unit)
+    first, second, third = (one.interval for one in one_step(predictor, [12 * unit, 16 * unit, 6 * unit], unit))
+    assert first.covers(1 / math.hypot(6, 8, 3))
+    assert second.covers(1 / math.hypot(12, 16, 6))
+    assert third.high == pytest.approx(1 / 20)
+
+
+def test_whatever_comes_first_or_after_all_elements_begins_anew() -> None:
+    predictor = Predictor()
+    predictor.total = 200
+    assert [predictor.add_arrived(100, seen) for seen in (0.0, 3.0, 4.0, 0.0)] == [0, 100, 0, 0]
+
+
+def test_the_first_interval_is_wide_enough_for_usual_drift() -> None:
+    assert width(one_step(trained(10.0, 1), [10.0])[0]) == pytest.approx(1.25**2)
 
 
 def test_rare_jumps_are_not_worth_a_wide_interval() -> None:
@@ -183,7 +208,7 @@ def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_lo
         predictor.add_lists({hopeless: record, fine: other}, prediction)
         steps = 0
         while predictor.leaves_out(hopeless, prediction, 1.0):
-            one_step(predictor, [5.0] * 4)
+            assert None not in one_step(predictor, [5.0] * 4)
             steps += 1
         assert not predictor.leaves_out(fine, prediction, 1.0)
         waits.append(steps)
@@ -192,6 +217,9 @@ def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_lo
     predictor.add_lists({hopeless: record}, prediction)
     assert predictor.leaves_out(hopeless, prediction, 1.0)
     assert not predictor.leaves_out(hopeless, Prediction(1.0), 1.0)
+    for _ in range(waits[0]):  # anew, since a list was complete
+        one_step(predictor, [5.0] * 4)
+    assert not predictor.leaves_out(hopeless, prediction, 1.0)
     gone = weakref.ref(hopeless)
     del hopeless
     gc.collect()
