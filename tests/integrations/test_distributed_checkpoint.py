@@ -322,8 +322,9 @@ def test_nothing_there_is_refused(pair, tmp_path):
     assert "latest is missing" in refused(tmp_path, *pair)
     assert "latest is missing" in refused(tmp_path / "absent", *pair)
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
-        save(tmp_path / "file", *pair)
+    for call in (latest, lambda folder: save(folder, *pair), lambda folder: load(folder, *pair)):
+        with pytest.raises(CheckpointError, match=r"file: it is no folder, expected the one that holds checkpoints"):
+            call(tmp_path / "file")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/manifest.json").write_text('{"run": "of the program"}')
     (link := tmp_path / "best").symlink_to(inside := save(tmp_path / "run", *pair))
