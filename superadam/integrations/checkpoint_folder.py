@@ -69,8 +69,6 @@ def look(folder: Path) -> CheckpointFolder:
         raise CheckpointError(f"it {kind} a checkpoint, expected the folder that holds it: pass {inside[0].parent}")
     try:
         text = _read(folder / _LATEST).decode("ascii", "replace")
-    except NotADirectoryError as error:
-        raise CheckpointError("it is no folder, expected the one that holds checkpoints, or is to hold them") from error
     except FileNotFoundError:
         found = _checkpoints(folder)
         state = _pointer_to(found[0], sight(found[0])) if found else None

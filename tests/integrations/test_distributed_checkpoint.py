@@ -323,7 +323,7 @@ def test_nothing_there_is_refused(pair, tmp_path):
     assert "latest is missing" in refused(tmp_path / "absent", *pair)
     (tmp_path / "file").touch()
     for call in (latest, lambda folder: save(folder, *pair), lambda folder: load(folder, *pair)):
-        with pytest.raises(CheckpointError, match=r"file: it is no folder, expected the one that holds checkpoints"):
+        with pytest.raises(CheckpointError, match=r"cannot .*file: NotADirectoryError: "):
             call(tmp_path / "file")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/manifest.json").write_text('{"run": "of the program"}')

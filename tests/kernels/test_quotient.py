@@ -1,4 +1,4 @@
-"""The quotient of a root and bc2s that vector kernels of x86-64 take by products: steps of the proof in docs/design.md."""
+"""The quotient of a root and bc2s by products, as vector kernels of x86-64 take it: its proof in docs/design.md."""
 
 import itertools
 import math
