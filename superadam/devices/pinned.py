@@ -25,7 +25,7 @@ from torch import Tensor
 from superadam.devices.interface import Event
 from superadam.host import forks
 from superadam.host.memory import gigabytes, lockable_bytes
-from superadam.host.signals import deferred_handlers, deferred_signals
+from superadam.host.signals import THIS_THREAD, deferred_signals
 
 SLAB_BYTES = 2 << 30  # drivers register huge ranges slowly, or not at all; a slab's end is too short for some buffers
 PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the same sizes recur and gaps fit again
@@ -168,7 +168,7 @@ def _in_pages(size: int) -> int:
 
 def _let_go(memory: mmap.mmap, address: int, registrar: Registrar) -> None:
     """Unregister and unmap what no lease needs any more."""
-    with deferred_handlers():  # Ctrl-C ends nothing half-way
+    with THIS_THREAD.without_handlers:  # Ctrl-C ends nothing half-way
         try:
             registrar.unregister(address)
         except Exception:
@@ -244,7 +244,7 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Wait for what is held and release every slab once no tensor lies in it; later tensors are pageable."""
-        with deferred_handlers():
+        with THIS_THREAD.without_handlers:
             with deferred_signals(), self._lock:
                 held = dict(self._held)
                 self._held.clear()

@@ -18,7 +18,12 @@ _SECTION = _signals.Section()
 
 
 class _Thread(threading.local):
-    """Whether this thread runs handlers: until Python 3.13, `threading.main_thread()` is the first that imported it."""
+    """Whether this thread runs handlers: until Python 3.13, `threading.main_thread()` is the first that imported it.
+
+    Attributes:
+        without_handlers: `deferred_signals()` in the main thread, and what does nothing in others: for what waits long,
+            or happens often. There the garbage collector would be off as long, while the main thread trains.
+    """
 
     runs_handlers = False  # while it is asked, when a finalizer may run in a new thread
     without_handlers: AbstractContextManager[None] = nullcontext()
@@ -35,7 +40,6 @@ class _Thread(threading.local):
 
 
 THIS_THREAD = _Thread()
-"""Its `without_handlers` is what `deferred_handlers` returns, without a call."""
 
 
 def _forget() -> None:
@@ -64,11 +68,3 @@ def deferred_signals() -> AbstractContextManager[None]:
     handlers. Nor does the garbage collector run inside, in any thread, unless it is called.
     """
     return _SECTION if THIS_THREAD.runs_handlers else _without_finalizers()
-
-
-def deferred_handlers() -> AbstractContextManager[None]:
-    """Return `deferred_signals()` in the main thread, and what does nothing in others: for what waits long.
-
-    There the garbage collector would be off as long, while the main thread trains.
-    """
-    return THIS_THREAD.without_handlers

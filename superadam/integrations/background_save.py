@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from superadam.host.signals import deferred_handlers
+from superadam.host.signals import THIS_THREAD
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.kernels.torch_private import timeout_of
 
@@ -103,7 +103,7 @@ def gloo_group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if key not in _groups:
         ranks = dist.get_process_group_ranks(key)
         is_part = len(ranks) < dist.get_world_size()
-        with deferred_handlers():  # else Ctrl-C on one rank would let it make another one alone
+        with THIS_THREAD.without_handlers:  # else Ctrl-C on one rank would let it make another one alone
             made = dist.new_group(ranks, backend="gloo", timeout=timeout_of(key), use_local_synchronization=is_part)
             _groups[key] = cast(dist.ProcessGroup, made)
     return _groups[key]

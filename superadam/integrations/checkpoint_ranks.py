@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from superadam.host.signals import deferred_handlers
+from superadam.host.signals import THIS_THREAD
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError
 
@@ -58,7 +58,7 @@ class CheckpointRanks:
         if self.size == 1:
             return [value]
         every: list[Any] = [None] * self.size
-        with deferred_handlers():  # between its two collectives, Ctrl-C would leave others in the second
+        with THIS_THREAD.without_handlers:  # between its two collectives, Ctrl-C would leave others in the second
             dist.all_gather_object(every, _Told(self._point, self._number, value), group=self.group)
         elsewhere = [rank for rank, told in enumerate(every) if getattr(told, "point", None) != self._point]
         if elsewhere:
