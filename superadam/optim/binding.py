@@ -365,6 +365,8 @@ class Binding(GradientHolder):
 
     def _forget_binding(self) -> None:
         self._transaction = None
+        if self._table is not None:  # from which the next one learns, when its scheduler may be gone
+            self._table.new_values, self._table.resident = NewValues(), None
         if self.overlap is not None:
             self.overlap._follow(None)
 

@@ -171,6 +171,20 @@ def test_schedulers_go(device: str, stays: bool) -> None:
     assert {*threading.enumerate()} <= threads
 
 
+@pytest.mark.parametrize("device", [device for device, make in DEVICES.items() if make is not None])
+def test_an_optimizer_keeps_nothing_of_a_scheduler_that_was_closed(device: str) -> None:
+    """Its buffers, and a program's own device, which may have pinned memory, before the optimizer is used again."""
+    model = mlp(torch.bfloat16, 4, 2)
+    optimizer = adam(model)
+    with scheduler_for(device, optimizer, model) as scheduler:
+        for _ in range(2):
+            ordinary(model, optimizer, scheduler)
+    references = [weakref.ref(scheduler._transfers), weakref.ref(scheduler._device)]
+    del scheduler
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_an_optimizer_that_is_dropped_with_an_open_scheduler_is_freed(device: str, steps: int) -> None:
