@@ -25,25 +25,22 @@ class _Thread(threading.local):
             or happens often. There the garbage collector would be off as long, while the main thread trains.
     """
 
-    runs_handlers = False  # while it is asked, when a finalizer may run in a new thread
-    without_handlers: AbstractContextManager[None] = nullcontext()
+    without_handlers: AbstractContextManager[None] = nullcontext()  # while it is asked, too: finalizers may run then
 
     def __init__(self) -> None:
         try:
             signal.set_wakeup_fd(-2)  # of no file, so that it changes nothing
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError):
-                self.run_handlers()
-
-    def run_handlers(self) -> None:
-        self.runs_handlers, self.without_handlers = True, _SECTION
+        except OSError:
+            self.without_handlers = _SECTION
+        except ValueError:
+            pass  # it is another thread
 
 
 THIS_THREAD = _Thread()
 
 
 def _forget() -> None:
-    THIS_THREAD.run_handlers()
+    THIS_THREAD.without_handlers = _SECTION
     _signals.forget()
     while _signals.pause_collector(False):
         pass
@@ -67,4 +64,5 @@ def deferred_signals() -> AbstractContextManager[None]:
     All of them run, and the last exception is raised with the others as its context. Only the main thread runs
     handlers. Nor does the garbage collector run inside, in any thread, unless it is called.
     """
-    return _SECTION if THIS_THREAD.runs_handlers else _without_finalizers()
+    section = THIS_THREAD.without_handlers
+    return section if section is _SECTION else _without_finalizers()
