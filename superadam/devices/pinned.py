@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Hashable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,16 +41,6 @@ class PinningError(RuntimeError):
     """Host memory could not be mapped, or not be registered with the driver."""
 
 
-class Registrar(Protocol):
-    """Pins memory and unpins it."""
-
-    def register(self, address: int, size: int) -> None:
-        """Pin `size` bytes from `address` on, which is slow; raises PinningError."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`; raises PinningError."""
-
-
 class CudaRegistrar:
     """Pins host memory with the driver of CUDA or HIP, in the context of `device`; `cuda` is `torch.cuda`."""
 
@@ -58,6 +48,7 @@ class CudaRegistrar:
         self._device, self._cuda = device, cuda
 
     def register(self, address: int, size: int) -> None:
+        """Pin `size` bytes from `address` on, which is slow; raises PinningError."""
         reason = self._refusal("cudaHostRegister", address, size, PORTABLE | MAPPED)
         if reason is not None:
             limit = lockable_bytes()
@@ -68,6 +59,7 @@ class CudaRegistrar:
             )
 
     def unregister(self, address: int) -> None:
+        """Undo `register`; raises PinningError."""
         reason = self._refusal("cudaHostUnregister", address)
         if reason is not None:
             raise PinningError(f"the driver refused to unpin host memory ({reason})")
@@ -122,7 +114,7 @@ class Slab:
     Not thread-safe, except that ranges may be returned from any thread.
     """
 
-    def __init__(self, size: int, registrar: Registrar) -> None:
+    def __init__(self, size: int, registrar: CudaRegistrar) -> None:
         self.size = _in_pages(size)
         try:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -166,7 +158,7 @@ def _in_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def _let_go(memory: mmap.mmap, address: int, registrar: Registrar) -> None:
+def _let_go(memory: mmap.mmap, address: int, registrar: CudaRegistrar) -> None:
     """Unregister and unmap what no lease needs any more."""
     with THIS_THREAD.without_handlers:  # Ctrl-C ends nothing half-way
         try:
@@ -181,7 +173,7 @@ def _let_go(memory: mmap.mmap, address: int, registrar: Registrar) -> None:
 class PinnedMemory:
     """Allocates host memory, from any thread; `pageable_bytes` counts all requests that did not fit into the slabs."""
 
-    def __init__(self, registrar: Registrar) -> None:
+    def __init__(self, registrar: CudaRegistrar) -> None:
         self.pageable_bytes = 0
         self._registrar = registrar
         self._slabs: list[Slab] = []
