@@ -137,7 +137,7 @@ def available_isas() -> list[str]:
     return [name for name, status in known_isas().items() if status == "runnable"]
 
 
-def _check_isa(name: str, source: str) -> str:
+def _checked_isa(name: str) -> str:
     status = known_isas().get(name)
     if status == "runnable":
         return name
@@ -146,7 +146,7 @@ def _check_isa(name: str, source: str) -> str:
         "not compiled": "was not compiled into this build",
         "not supported": "is not supported by this CPU",
     }
-    raise ValueError(f"{source} {name!r} {reasons[status]}; available here: {', '.join(available_isas())}")
+    raise ValueError(f"SUPERADAM_ISA {name!r} {reasons[status]}; available here: {', '.join(available_isas())}")
 
 
 def active_isa() -> str:
@@ -160,7 +160,7 @@ def active_isa() -> str:
     global _active
     if _active is None:
         forced = os.environ.get("SUPERADAM_ISA")
-        _active = _check_isa(forced, "SUPERADAM_ISA") if forced else available_isas()[0]
+        _active = _checked_isa(forced) if forced else available_isas()[0]
         if _active == "scalar" and not forced:
             missing = ", ".join(f"{name} is {status}" for name, status in known_isas().items() if status != "runnable")
             _logger.warning(
@@ -169,16 +169,6 @@ def active_isa() -> str:
                 missing or "no vector kernels exist for this architecture",
             )
     return _active
-
-
-def set_active_isa(name: str) -> None:
-    """Use instruction set `name` from now on; results do not change, only speed.
-
-    Raises:
-        ValueError: `name` is unknown or cannot run here.
-    """
-    global _active
-    _active = _check_isa(name, "instruction set")
 
 
 def get_num_threads() -> int:

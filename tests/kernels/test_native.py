@@ -137,8 +137,6 @@ def test_the_environment_forces_an_isa(isa, monkeypatch, caplog):
     monkeypatch.setenv("SUPERADAM_ISA", isa)
     assert superadam.active_isa() == isa
     assert not caplog.records  # also where it is scalar, as that was asked for
-    native.set_active_isa(superadam.available_isas()[0])
-    assert superadam.active_isa() == superadam.available_isas()[0]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +153,6 @@ def test_an_isa_that_cannot_run_raises(status, reason, monkeypatch):
     monkeypatch.setenv("SUPERADAM_ISA", "mmx")
     with pytest.raises(ValueError, match=f"SUPERADAM_ISA 'mmx' {reason}; available here: scalar"):
         superadam.active_isa()
-    with pytest.raises(ValueError, match=f"instruction set 'mmx' {reason}; available here: scalar"):
-        native.set_active_isa("mmx")
 
 
 def test_scalar_by_surprise_is_said_once(monkeypatch, caplog):

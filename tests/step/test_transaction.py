@@ -24,6 +24,7 @@ import superadam
 from superadam import SpeculativeCPUAdam, StepKind
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 
 SHAPES = [(0,), (), (1,), (5, 7), (64,), (4097,), (33, 130), (65, 64)]
@@ -298,7 +299,7 @@ class SpeculativeRun(RuleBasedStateMachine):
     @rule(threads=st.integers(1, 3), isa=st.sampled_from(superadam.available_isas()))
     def change_machine(self, threads: int, isa: str) -> None:
         superadam.set_num_threads(threads)
-        superadam.kernels.native.set_active_isa(isa)
+        native._active = isa
 
     @rule()
     def read_state(self) -> None:
