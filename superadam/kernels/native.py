@@ -336,7 +336,6 @@ def differing(
     rows: npt.NDArray[np.int64],
     *,
     everything: bool = False,
-    threads: int | None = None,
 ) -> npt.NDArray[np.int64]:
     """Return those of `rows` whose working copy, in host memory, is not the rounded master; see `cpu/cdef.h`.
 
@@ -344,7 +343,6 @@ def differing(
         segments: as for `run`, `out` is the working copy; rows without that or a master are passed over.
         rows: which to look at.
         everything: compare every element, not only samples.
-        threads: as for `run`.
     """
     found = np.empty(len(rows), np.int64)
     number = lib.superadam_differing(
@@ -352,7 +350,7 @@ def differing(
         ffi.from_buffer("int64_t[]", rows),
         len(rows),
         everything,
-        threads or get_num_threads(),
+        get_num_threads(),
         ffi.from_buffer("int64_t[]", found),
     )
     return found[:number]
