@@ -417,9 +417,9 @@ class Binding(GradientHolder):
         try:
             for state, name in zip(states, names, strict=True):
                 state.name = name
-            before_by_parameter = {owner.parameter: owner for owner in owners}
             for state in states:
-                if (owner := before_by_parameter.get(state.parameter, state)) is not state:
+                owner = None if before is None else before.state_of(state.parameter)
+                if owner is not None and owner is not state:
                     state.inherit(owner)
             table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
             for state in states:
