@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from superadam.host.signals import THIS_THREAD
+
 from . import language
 
 VARIABLE = "SUPERADAM_GPU"
@@ -80,10 +82,11 @@ def backend(device: torch.device | str) -> Choice:
 @functools.cache
 def _obstacle_on(device: torch.device) -> str | None:
     """Return why no kernel can be compiled and launched on a GPU; tries it once, before training depends on it."""
-    try:
-        with language.on(device):
-            language.probe[(1,)]()
-    except Exception as error:  # there may be no C compiler, no Python.h, no driver
-        lines = str(error).strip().splitlines()
-        return f"Triton cannot launch a kernel ({type(error).__name__}: {lines[0] if lines else 'no reason given'})"
+    with THIS_THREAD.without_handlers:
+        try:
+            with language.on(device):
+                language.probe[(1,)]()
+        except Exception as error:  # there may be no C compiler, no Python.h, no driver
+            lines = str(error).strip().splitlines()
+            return f"Triton cannot launch a kernel ({type(error).__name__}: {lines[0] if lines else 'no reason given'})"
     return None

@@ -22,6 +22,7 @@ from superadam.host import cores
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
@@ -141,14 +142,15 @@ class CudaDevice(Device):
 
     def record(self, stream: Stream) -> Event:
         """Return an event; where the driver has no memory for one, what was enqueued is done already."""
-        try:
-            event: torch.cuda.Event = self._cuda.Event(blocking=True)  # waiting for it sleeps
-            event.record(self._stream(stream))
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
-            self._stream(stream).synchronize()
-            return AllEvents()
+        with THIS_THREAD.without_handlers:
+            try:
+                event: torch.cuda.Event = self._cuda.Event(blocking=True)  # waiting for it sleeps
+                event.record(self._stream(stream))
+            except Exception as error:
+                if not is_short_of_memory(error):
+                    raise
+                self._stream(stream).synchronize()
+                return AllEvents()
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -173,7 +175,7 @@ class CudaDevice(Device):
         missing = copied - self.pinned.size
         if missing <= 0:
             return
-        with suppress(OSError, ValueError):  # available memory is unknown
+        with THIS_THREAD.without_handlers, suppress(OSError, ValueError):  # available memory is unknown
             available = HostMemory.of(self._host).available // local_rank(self._host).count
             if needs.missing + copied + 2 * needs.pending <= available:
                 missing += needs.pending  # of the step before, where the CPU is slower than backward

@@ -60,9 +60,14 @@ class Worker:
                 ) from error
             atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is no forked process, which lacks the thread and must not use the device."""
+        return os.getpid() == self._process
+
     def check_process(self) -> None:
-        """Raise RuntimeError in a forked process, which lacks the thread and must not use the device."""
-        if os.getpid() != self._process:
+        """Raise RuntimeError unless the worker is of this process."""
+        if not self.is_here:
             raise RuntimeError(
                 "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
                 "before forking a process that trains on or saves, and make a new one there"
@@ -136,7 +141,7 @@ class Worker:
         atexit.unregister(self._end_with_interpreter)
 
     def _end_with_interpreter(self) -> None:
-        if os.getpid() == self._process:  # the running job is finished, others are discarded
+        if self.is_here:  # the running job is finished, others are discarded
             self._is_abandoned = True
             self.close()
 

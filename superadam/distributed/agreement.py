@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from superadam.distributed.shards import counted_part, is_distributed, members_of
+from superadam.host.signals import THIS_THREAD
 
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
 _PADDING = 16
@@ -190,7 +191,7 @@ class Ranks:
     def tell_failure(self, question: Question) -> None:
         """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
         words = self._words(question)
-        with suppress(RuntimeError):
+        with THIS_THREAD.without_handlers, suppress(RuntimeError):
             self._exchange(words._replace(failed=words.failed or 1.0))
 
     def refuse_older_state(self) -> None:

@@ -34,6 +34,7 @@ from superadam.handles.taken_gradient import (
     continue_version,
     needs_present_mode,
 )
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import torch_private
 from superadam.kernels.nested import map_tensors, tensors_in
 from superadam.kernels.torch_private import base_of, missing, storage_key, storage_use_count, tensor_use_count
@@ -184,7 +185,8 @@ def _memory(handle: GradientHandle) -> Tensor:
 
 def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
     """Give the handle itself the memory of an ordinary tensor, and return another tensor with that memory."""
-    with torch_private.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
+    # Within the dispatcher, only outside inference mode does the setter reach autograd.
+    with THIS_THREAD.without_handlers, torch_private.inference_mode(False):
         given = Tensor.detach(memory)
         try:
             torch.Tensor.data.__set__(handle, given)  # type: ignore[attr-defined]
@@ -651,12 +653,13 @@ def _leave_handle(parameter: Tensor, gradient: Any, taken: TakenGradient) -> Gra
     """Replace `.grad` by a handle; None, and no change, if it counts no versions, does not fit, or was replaced."""
     is_plain = type(gradient) is Tensor
     handle = GradientHandle(taken)
-    try:
-        continue_version(handle, gradient if is_plain else shards.local_of(gradient))
-        whole = handle if is_plain else torch_private.dtensor_like(gradient, handle)
-        if parameter.grad is not gradient:  # no other thread runs before the next line
+    with THIS_THREAD.without_handlers:
+        try:
+            continue_version(handle, gradient if is_plain else shards.local_of(gradient))
+            whole = handle if is_plain else torch_private.dtensor_like(gradient, handle)
+            if parameter.grad is not gradient:  # no other thread runs before the next line
+                return None
+            parameter.grad = whole
+        except RuntimeError:  # it was made in inference mode, or the parameter has got another dtype or shape
             return None
-        parameter.grad = whole
-    except RuntimeError:  # it was made in inference mode, or the parameter has got another dtype or shape
-        return None
     return handle

@@ -212,7 +212,7 @@ class TakenGradient:
 
     def move_to(self, copy: Tensor, arrived: Any) -> None:
         """Have a copy as `pending`, to be read once the event `arrived` has passed."""
-        if self.given is None:  # a signal handler may have used the handle
+        if self.given is None:  # a finalizer may have used the handle
             self.arrived, self.pending = arrived, copy
 
     def move_piece_to(self, copy: Tensor, arrived: Any, *, begin: int, strides: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from superadam.host.local_ranks import local_rank, processes
 from superadam.host.machine import Host, cpus_of
+from superadam.host.signals import THIS_THREAD
 
 _logger = logging.getLogger("superadam")
 _Result = TypeVar("_Result")
@@ -86,7 +87,7 @@ def call_near(cpus: Set[int], work: Callable[[], _Result]) -> _Result:
 
     The calling thread keeps its affinity, which other ranks may look at. It works itself where no thread can start.
     """
-    with ThreadPoolExecutor(1, "superadam-near", bind_thread, (cpus,)) as thread:
+    with THIS_THREAD.without_handlers, ThreadPoolExecutor(1, "superadam-near", bind_thread, (cpus,)) as thread:
         try:
             result = thread.submit(work)
         except RuntimeError:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from superadam.host.signals import THIS_THREAD
 
 COMMAND_SECONDS = 10.0
 """Timeout of other programs; nvidia-smi takes a second or two where no daemon runs."""
@@ -37,17 +40,15 @@ class Host:
 
     def read_or(self, path: str, default: str) -> str:
         """Return the text of a file, or `default` where it cannot be read."""
-        try:
+        with THIS_THREAD.without_handlers, suppress(OSError):
             return self.read(path)
-        except OSError:
-            return default
+        return default
 
     def glob(self, pattern: str) -> list[str]:
         """Return the absolute paths that match a pattern, sorted; none where a directory cannot be read."""
-        try:
+        with THIS_THREAD.without_handlers, suppress(OSError):
             return sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern.lstrip("/")))
-        except OSError:
-            return []
+        return []
 
 
 def cpus_of(text: str) -> frozenset[int]:

@@ -6,11 +6,13 @@ import logging
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Self
 
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Group, Host, groups_of
+from superadam.host.signals import THIS_THREAD
 
 UNLIMITED = 1 << 60  # version 1 of control groups writes "no limit" as a number beyond this
 BUCKETS_UNDER_WAY = 2  # in each direction: one that is copied, and one that is computed
@@ -73,10 +75,11 @@ class HostNeeds:
         Warns where what is missing is more than is left, if all ranks on this node need as much. Raises MemoryError
         where the sum is more than the machine has, or than the control groups of this process allow.
         """
-        try:
-            memory, count = HostMemory.of(host), local_rank(host).count
-        except (OSError, ValueError):
-            return  # unknown
+        with THIS_THREAD.without_handlers:
+            try:
+                memory, count = HostMemory.of(host), local_rank(host).count
+            except (OSError, ValueError):
+                return  # unknown
         subject = (
             f"training ({gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients, "
             f"{gigabytes(self.shadows + self.lists + self.under_way)} of new values and buckets under way)"
@@ -118,10 +121,9 @@ class Claim:
     @classmethod
     def of(cls, host: Host, size: int) -> Self:
         """Return the claim of this process."""
-        try:
+        with THIS_THREAD.without_handlers, suppress(OSError, ValueError):
             return cls(size, {key: left for key, (_, left) in _limits(host).items()})
-        except (OSError, ValueError):
-            return cls(size, {})  # it is unknown
+        return cls(size, {})  # it is unknown
 
     def check(self, claims: Sequence[Claim]) -> None:
         """Raise MemoryError where a limit leaves less than those of all processes take that it holds for."""

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from superadam.distributed.shards import is_distributed
+from superadam.host.signals import THIS_THREAD
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.kernels.memory import has_memory
 from superadam.kernels.nested import tensors_in
@@ -153,19 +154,20 @@ def seen(parameter: Tensor) -> list[float]:
 def bytes_of_values(values: dict[str, Any]) -> bytes:
     """Return what `values.pt` holds; raises CheckpointError where `load` would refuse it."""
     memory = io.BytesIO()
-    try:
-        if any(map(is_distributed, tensors_in(values))):  # of which it would hold one rank's part
+    with THIS_THREAD.without_handlers:
+        try:
+            if any(map(is_distributed, tensors_in(values))):  # of which it would hold one rank's part
+                raise CheckpointError(
+                    "extra, or a list or dict in the optimizer's state, holds a DTensor, expected those in the state "
+                    "itself or as buffers of the model; give full_tensor() of it"
+                )
+            torch.save(values, memory)
+            read_values(io.BytesIO(memory.getvalue()))
+        except (pickle.PickleError, AttributeError, TypeError, RecursionError):
             raise CheckpointError(
-                "extra, or a list or dict in the optimizer's state, holds a DTensor, expected those in the state "
-                "itself or as buffers of the model; give full_tensor() of it"
-            )
-        torch.save(values, memory)
-        read_values(io.BytesIO(memory.getvalue()))
-    except (pickle.PickleError, AttributeError, TypeError, RecursionError):
-        raise CheckpointError(
-            "extra, a parameter group or the model's state holds an object, expected numbers, strings, lists, dicts "
-            "and tensors"
-        ) from None
+                "extra, a parameter group or the model's state holds an object, expected numbers, strings, lists, "
+                "dicts and tensors"
+            ) from None
     return memory.getvalue()
 
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from superadam.host import forks
 from superadam.host.files import lock, replace_file, synchronize
+from superadam.host.signals import THIS_THREAD
 
 FORMAT = 2  # in every manifest; a later layout gets the next number
 
@@ -67,9 +68,10 @@ def look(folder: Path) -> CheckpointFolder:
     if inside := [each for each in (path, *path.parents) if _run_of(each)]:  # with more files, it would be damaged
         kind = "is" if inside[0] == path else "lies in"
         raise CheckpointError(f"it {kind} a checkpoint, expected the folder that holds it: pass {inside[0].parent}")
-    try:
+    text = None
+    with THIS_THREAD.without_handlers, suppress(FileNotFoundError):
         text = _read(folder / _LATEST).decode("ascii", "replace")
-    except FileNotFoundError:
+    if text is None:
         found = _checkpoints(folder)
         state = _pointer_to(found[0], sight(found[0])) if found else None
         is_first = [_number(path) for path in found] == [1]  # its save was killed before it was named
@@ -147,7 +149,7 @@ def publish(part: Path, files: Files, keep: int, states: set[str | None]) -> tup
             os.rename(path, part)  # it was not named, and is deleted
         raise
     for older in [other for other in _checkpoints(folder) if _run_of(other) in (run, None)][keep:]:
-        with suppress(OSError):
+        with THIS_THREAD.without_handlers, suppress(OSError):
             os.rename(older, _part_of(older))
     _delete_parts(folder)
     return path, pointer
@@ -163,10 +165,9 @@ def sight(path: Path) -> str | None:
 
     None where there is none, as where a folder has the name of `latest`.
     """
-    try:
+    with THIS_THREAD.without_handlers, suppress(FileNotFoundError, NotADirectoryError):
         return hashlib.sha256(_read(path / _MANIFEST)).hexdigest()
-    except (FileNotFoundError, NotADirectoryError):
-        return path.name if path.is_dir() and path.name != _LATEST else None
+    return path.name if path.is_dir() and path.name != _LATEST else None
 
 
 def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
@@ -176,14 +177,15 @@ def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
     """
     if path.name == _LATEST:
         raise CheckpointError(f"{path} is missing or damaged")
-    try:
-        text = _read(path / _MANIFEST)
-        manifest = json.loads(text)
-        is_intact = _sealed(manifest) == text
-    except FileNotFoundError:
-        raise CheckpointError(f"{path / _MANIFEST} is missing or damaged") from None
-    except (ValueError, AttributeError, RecursionError):
-        is_intact = False
+    with THIS_THREAD.without_handlers:
+        try:
+            text = _read(path / _MANIFEST)
+            manifest = json.loads(text)
+            is_intact = _sealed(manifest) == text
+        except FileNotFoundError:
+            raise CheckpointError(f"{path / _MANIFEST} is missing or damaged") from None
+        except (ValueError, AttributeError, RecursionError):
+            is_intact = False
     if not is_intact:
         raise CheckpointError(f"{path / _MANIFEST} is damaged")
     if digest not in (None, hashlib.sha256(text).hexdigest()):
@@ -239,16 +241,15 @@ def _number(path: Path) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints, the newest first; none where there is no folder."""
-    try:
+    names: list[str] = []
+    with THIS_THREAD.without_handlers, suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=_number, reverse=True)
 
 
 def _run_of(path: Path) -> str | None:
     """Return the id of a checkpoint's run; None where its manifest cannot be read."""
-    with suppress(OSError, ValueError, RecursionError):
+    with THIS_THREAD.without_handlers, suppress(OSError, ValueError, RecursionError):
         manifest = json.loads(_read(path / _MANIFEST))
         return manifest["run"] if isinstance(manifest, dict) and manifest.keys() >= {"format", "run", "files"} else None
     return None

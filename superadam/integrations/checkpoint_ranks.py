@@ -107,7 +107,7 @@ class CheckpointRanks:
         with ExitStack() as stack:
             name: str | None = None
             if self.rank == 0:
-                with suppress(OSError):  # one may load where one cannot write
+                with THIS_THREAD.without_handlers, suppress(OSError):  # one may load where one cannot write
                     marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder))
                     name = os.path.basename(marker.name)
             name = self.gather(name)[0]
@@ -148,7 +148,7 @@ class CheckpointRanks:
             place = f" (on rank {self.rank})" if self.size > 1 else ""
             fault = f"{cause}{place}"
             if not isinstance(cause, CheckpointError):
-                advice = self.advice if isinstance(cause, OSError) else ""
+                advice = self.advice if isinstance(cause, OSError) and cause.errno else ""
                 fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{advice}"
         is_ended = cause is not None and not isinstance(cause, Exception)
         faults, are_begun, are_ended = zip(*self.gather((fault, len(begun), is_ended)), strict=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from superadam.distributed import shards
+from superadam.host.signals import THIS_THREAD
 from superadam.integrations.checkpoint_contents import reshard
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
@@ -78,12 +79,13 @@ def load(
 
 def _opened(folder: Path, model: nn.Module, optimizer: SpeculativeCPUAdam) -> tuple[ZeroCheckpoint, dict[str, Tensor]]:
     """Return a checkpoint that fits, and the tensors that it is loaded into, by its names."""
-    try:
-        checkpoint = ZeroCheckpoint(folder)
-    except (KeyError, IndexError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"it has another layout than DeepSpeed 0.19.8 writes without tensor or pipeline parallelism ({error!r})"
-        ) from error
+    with THIS_THREAD.without_handlers:
+        try:
+            checkpoint = ZeroCheckpoint(folder)
+        except (KeyError, IndexError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"it has another layout than DeepSpeed 0.19.8 writes without tensor or pipeline parallelism ({error!r})"
+            ) from error
     reshard(model)
     plain = {WRAPPERS.sub("", name): name for name in checkpoint.shapes}  # as it may be of a compiled model
     named = {

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from superadam.distributed import shards
 from superadam.handles.gradient_handle import take_reduced
 from superadam.handles.taken_gradient import GradientHolder
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels.torch_private import base_of, check_can_take, version_of
 from superadam.offload.arguments import unwrapped
 from superadam.offload.buckets import Hooks
@@ -62,13 +63,14 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     if not isinstance(source, ReducedGradients):
         source = ReducedGradients(inner)
     for module in groups:
-        try:
-            module.set_all_reduce_hook(_show)
-        except (AttributeError, ValueError) as error:
-            raise ValueError(
-                f"{type(module).__name__} cannot show its reduced gradients ({error}), expected one mesh for all "
-                "parameters of a module; keep fp32 shards, whose gradients arrive unrounded"
-            ) from error
+        with THIS_THREAD.without_handlers:
+            try:
+                module.set_all_reduce_hook(_show)
+            except (AttributeError, ValueError) as error:
+                raise ValueError(
+                    f"{type(module).__name__} cannot show its reduced gradients ({error}), expected one mesh for all "
+                    "parameters of a module; keep fp32 shards, whose gradients arrive unrounded"
+                ) from error
     _sources.add(source)
     source.watch()
     source.is_lost = False
@@ -134,12 +136,13 @@ class ReducedGradients(GradientHolder):
         gradient = parameter.grad
         local = shards.local_of(gradient)
         if type(local) is Tensor:  # otherwise it was added to one that had been taken
-            try:
-                unrounded = self._unrounded(local)
-                if unrounded is not None:
-                    take_reduced(parameter, unrounded, self._owners[id(parameter)], self)
-            except Exception as error:
-                self._error = self._error or error
+            with THIS_THREAD.without_handlers:
+                try:
+                    unrounded = self._unrounded(local)
+                    if unrounded is not None:
+                        take_reduced(parameter, unrounded, self._owners[id(parameter)], self)
+                except Exception as error:
+                    self._error = self._error or error
 
     def _unrounded(self, rounded: Tensor) -> Tensor | None:
         """Return the values from which FSDP2 has rounded a gradient; None for any other gradient."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization
 
 from superadam.host.memory import gigabytes
+from superadam.host.signals import THIS_THREAD
 from superadam.integrations.rehearsal import asks_for_fsdp
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
@@ -132,10 +133,11 @@ def _warn_of_memory(trainer: Trainer, storage: dict[str, str]) -> None:
     from superadam.integrations.planned_memory import check_memory, setting_of  # with a plan's modules
 
     setting = setting_of(arguments, **{"moments": "fp32", "master": "fp32", **storage})
-    try:
-        check_memory(model.config, setting, torch.cuda.mem_get_info(arguments.device)[1])
-    except MemoryError as error:
-        _logger.warning("%s", error)
+    with THIS_THREAD.without_handlers:
+        try:
+            check_memory(model.config, setting, torch.cuda.mem_get_info(arguments.device)[1])
+        except MemoryError as error:
+            _logger.warning("%s", error)
 
 
 class OffloadCallback(TrainerCallback):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels.memory import has_memory
 from superadam.kernels.native import Flag
 
@@ -76,7 +77,7 @@ _hyperparameters = functools.lru_cache(maxsize=256)(Hyperparameters)
 
 def number_of(value: object) -> float | None:
     """Return a real number, or that of a one-element tensor, as a float; None for anything else."""
-    with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
+    with THIS_THREAD.without_handlers, suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
         if isinstance(value, Tensor):
             is_number = value.numel() == 1 and not value.is_complex() and has_memory(value)
             return float(value.item()) if is_number else None
@@ -87,7 +88,7 @@ def number_of(value: object) -> float | None:
 
 def described(value: object) -> str:
     """Return how errors show a value: dtype and shape of a tensor, else its text if that is short."""
-    with suppress(Exception):  # of nested tensors, or of numbers with thousands of digits
+    with THIS_THREAD.without_handlers, suppress(Exception):  # of nested tensors, or of numbers with thousands of digits
         if not isinstance(value, Tensor):
             text = reprlib.repr(value)
         elif value.numel() == 1 and value.is_cpu and has_memory(value):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from superadam.host.signals import THIS_THREAD
+
 
 def extent_of(tensor: Tensor) -> int:
     """Return the bytes from the first element of a strided tensor to behind its last one, gaps included."""
@@ -24,11 +26,12 @@ def has_memory(tensor: Tensor) -> bool:
     if not tensor.numel():
         return True
     needed = tensor.storage_offset() * tensor.element_size() + extent_of(tensor)
-    try:
-        storage = tensor.untyped_storage()
-        storage.data_ptr()
-        return not tensor.is_meta and storage.nbytes() >= needed
-    except NotImplementedError:  # of a transform of torch.func, which reads another tensor
-        return True
-    except RuntimeError:  # of a wrapper, as a handle is one
-        return False
+    with THIS_THREAD.without_handlers:
+        try:
+            storage = tensor.untyped_storage()
+            storage.data_ptr()
+            return not tensor.is_meta and storage.nbytes() >= needed
+        except NotImplementedError:  # of a transform of torch.func, which reads another tensor
+            return True
+        except RuntimeError:  # of a wrapper, as a handle is one
+            return False

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import torch_private
 from superadam.kernels.memory import extent_of
 from superadam.kernels.torch_private import storage_key, version_of
@@ -57,8 +58,9 @@ def places_of(tensors: Sequence[Tensor | None]) -> Places:
     if _looks is not None:
         _looks.look(tuple(tensors), places)
     else:
-        for row, tensor in enumerate(tensors):
-            places[row] = _place_of(tensor)
+        with THIS_THREAD.without_handlers:
+            for row, tensor in enumerate(tensors):
+                places[row] = _place_of(tensor)
     return places
 
 

@@ -215,7 +215,7 @@ class Bucketer:
         self._holder, self._round_taken = holder, round_taken
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
-        # By whether they are resident. A handler may raise anywhere: what misses its bucket is left to step().
+        # By whether they are resident. What an error lets miss its bucket is left to step().
         self._filling: dict[bool, Bucket] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}

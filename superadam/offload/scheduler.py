@@ -25,7 +25,7 @@ from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 from superadam.host import forks
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD, deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -179,7 +179,7 @@ class OffloadScheduler(GradientHolder):
         is_left = self._pipeline is None and self._bucketer.accumulation.sum_dtype is None
         if is_left or self._device.is_capturing():  # a graph's replays write to the gradient's memory, and call no hook
             return
-        with self._lock():
+        with self._lock(), THIS_THREAD.without_handlers:  # what one raises is no error of a gradient or of memory
             self._check_process()
             self._backward_began = self._backward_began or begin
             try:
@@ -202,7 +202,7 @@ class OffloadScheduler(GradientHolder):
 
     def _backward_ended(self) -> None:
         """Take the last group, so that programs that change all gradients find them alike."""
-        with self._lock():
+        with self._lock(), THIS_THREAD.without_handlers:
             try:
                 self._take_waiting()
             except Exception as error:
@@ -249,10 +249,12 @@ class OffloadScheduler(GradientHolder):
             raise error
         begin = time.perf_counter()
         self._check_process()
-        self._take_waiting()
+        with THIS_THREAD.without_handlers:
+            self._take_waiting()
+            if self._pipeline is not None:
+                for bucket in self._bucketer.rest():
+                    self._send(bucket)
         if self._pipeline is not None:
-            for bucket in self._bucketer.rest():
-                self._send(bucket)
             self.statistics.hook_seconds += time.perf_counter() - begin
             self._pipeline.drain()
         self._caught_up = time.perf_counter()
@@ -383,11 +385,11 @@ class OffloadScheduler(GradientHolder):
         self._check_open()
         if dtype is not None:
             check_can_take(parameters_of(self.optimizer), "accumulate() got torch.float32")
-        with self._lock():
+        with self._lock(), THIS_THREAD.without_handlers:
             self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            with self._lock():
+            with self._lock(), THIS_THREAD.without_handlers:
                 self._take_waiting()
 
     def synchronize(self) -> None:
@@ -449,10 +451,5 @@ class OffloadScheduler(GradientHolder):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            self._check_process()
-        except RuntimeError:
-            if kind is None:
-                raise
-            return  # a forked process ends, as by sys.exit()
-        self.close()
+        if kind is None or self._pipeline is None or self._pipeline.worker.is_here:
+            self.close()  # not where a forked process ends, as by sys.exit()

@@ -24,7 +24,7 @@ from superadam.distributed.agreement import Question, Ranks, ranks_of
 from superadam.distributed.replicas import warn_of_others
 from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD, deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -199,7 +199,7 @@ class Binding(GradientHolder):
             ranks = self.ranks
             if ranks is None or (self._transaction is None and ranks.world() is not dist.group.WORLD):  # first binding
                 ranks, parameters = None, _parameters_of(groups)
-                with suppress(ValueError):
+                with THIS_THREAD.without_handlers, suppress(ValueError):
                     ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), self.ranks, self.process_group)
             if ranks is not None and ranks.number == (number if ranks is before else 0):
                 ranks.tell_failure(question)

@@ -156,7 +156,7 @@ def read(
     """
     try:
         return _read(state_dict, states, own_groups)
-    except ValueError:
+    except (ValueError, OSError):  # such as TimeoutError, which the handler of an alarm may raise
         raise
     except Exception as error:  # foreign objects may raise anything when they are copied, hashed or compared
         if torch_private.is_short_of_memory(error):
