@@ -161,6 +161,14 @@ def _change(method: Callable[..., None]) -> Callable[..., bool]:
     return changed
 
 
+class _Joined:
+    """Joins `pending` when it is first needed, without a lock: all threads find the same tensor."""
+
+    def __get__(self, taken: Any, owner: type) -> Any:
+        taken.pending = taken._joined.tensor
+        return taken.pending
+
+
 class TakenGradient:
     """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases.
 
@@ -177,7 +185,8 @@ class TakenGradient:
     version = 0  # counts changes of `pending` by `absorb`
     given: Tensor | None = None  # the ordinary gradient, once it was given back
     alias: Tensor | None = None  # its memory, as aliases made before see it
-    pending: Tensor  # the gradient, or a copy, also elsewhere or in another dtype; only `absorb` writes to it
+    # The gradient, or a copy, also elsewhere or in another dtype; only `absorb` writes to it.
+    pending: Tensor = _Joined()  # type: ignore[assignment]
     _sent: JoinedTensor | None = None  # where pieces of `pending` went, but not yet all
     _joined: JoinedTensor | None = None  # what `pending` is to be found in, once they have
 
@@ -190,13 +199,6 @@ class TakenGradient:
         self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self._holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
         self._lock = GradientHolder._lock if holder is None else holder._lock
-
-    def __getattr__(self, name: str) -> Any:
-        """Join `pending` when it is first needed, without a lock: all threads find the same tensor."""
-        if name != "pending" or self._joined is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self.pending = self._joined.tensor
-        return self.pending
 
     @property
     def holder(self) -> GradientHolder:

@@ -246,6 +246,13 @@ def test_all_threads_find_the_same_tensor() -> None:
         assert all(one is taken.pending for one in found)
 
 
+def test_an_error_in_a_property_is_not_taken_for_a_name_that_is_not_there() -> None:
+    taken = TakenGradient(torch.ones(3))
+    taken._holder = mock.Mock(side_effect=AttributeError("of a signal's handler"))
+    with pytest.raises(AttributeError, match="of a signal's handler"):
+        _ = taken.holder
+
+
 @pytest.mark.parametrize("change", ["absorb", "zero", "leave_speculation", "give_back"])
 def test_buffer_is_not_kept_once_the_gradient_is_elsewhere(change: str) -> None:
     taken, buffer = TakenGradient(torch.ones(3)), torch.full((3,), 2.0)

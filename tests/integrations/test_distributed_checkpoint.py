@@ -464,6 +464,12 @@ def test_full_disk_is_one_sentence_and_the_older_one_stays(tmp_path):
     assert load(tmp_path, *pair) == "older"
 
 
+def test_an_alarm_is_not_mended_by_more_space(tmp_path, pair, monkeypatch):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=TimeoutError("of the program")))
+    told = told_of_failure(tmp_path, lambda: save(tmp_path, *pair))
+    assert told.endswith("TimeoutError: of the program; earlier ones are as they were")
+
+
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_checkpoint_that_cannot_be_named_is_deleted(earlier, pair, tmp_path, monkeypatch):
     def fail(*paths: Path, replace: Callable[..., object] = os.replace) -> None:

@@ -10,23 +10,34 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.deep import DEEP, TIMES
-from support.overlap import DEVICES, ThreadDevice, adam, batch, mlp, train
+from support.overlap import DEVICES, PlantedError, ThreadDevice, adam, batch, mlp, train
 from support.programs import frozen
 from support.visible import bits, state_bits
 from torch import Tensor, nn
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices import CudaDevice
-from superadam.host import _signals
+from superadam.devices import CudaDevice, Stream
+from superadam.distributed import agreement
+from superadam.gpu import choice
+from superadam.host import _signals, cores
+from superadam.host.machine import Host
+from superadam.host.memory import Claim, HostNeeds
+from superadam.integrations import checkpoint_contents, checkpoint_folder, deepspeed
+from superadam.integrations.reduced_gradients import ReducedGradients
+from superadam.kernels import places
 from superadam.optim import adam as adam_module
 from superadam.optim import binding, entry, published_state
 from superadam.step import gradients
@@ -469,6 +480,136 @@ def test_load_that_is_interrupted_loads_groups_and_state_or_neither(dtype: Any, 
         assert strike is interrupt or frozen(optimizer.state_dict()) in [frozen(state) for _, state in saved], at
         load(0)
         assert frozen(optimizer.state_dict()) == frozen(saved[0][1]), at
+
+
+class AnyError(FileNotFoundError, ValueError, TypeError, NotImplementedError, MemoryError, KeyError):
+    """What a handler raises: an error of any kind that some code expects."""
+
+
+def backward_of(how: str) -> Callable[[], object]:
+    training = Training(torch.bfloat16, how).after(0, 1)
+    return lambda: training.backward(4)
+
+
+def speculate() -> Callable[[], object]:
+    training = Training(torch.bfloat16, "plain").after(0)
+    training.backward(1)
+    return training.optimizer.speculate
+
+
+def give_back() -> Callable[[], object]:
+    training = Training(torch.bfloat16, "thread").after(0)
+    training.backward(1)
+    return next(training.model.parameters()).grad.data_ptr
+
+
+def make_optimizer() -> Callable[[], object]:
+    return lambda: SpeculativeCPUAdam([nn.Parameter(torch.ones(3))], lr=torch.tensor(0.5))
+
+
+def look_at_folder(folder: str) -> Callable[[], object]:
+    path, stack = Path(folder), contextlib.ExitStack()
+    part = checkpoint_folder.begin(path, stack, [None])
+    (part / "some").write_bytes(b"bytes")
+    made, _ = checkpoint_folder.publish(part, {"some": (5, checkpoint_folder.sha256(part / "some"))}, 1, set())
+    stack.close()
+
+    def look() -> None:
+        checkpoint_folder.look(path / "none")
+        there = checkpoint_folder.look(path)
+        checkpoint_folder.verify(made, there.digest, 0, 1)
+        checkpoint_folder.sight(made)
+
+    return look
+
+
+EXPECTING: dict[str, Callable[[], Callable[[], object]]] = {
+    "backward, by a thread": lambda: backward_of("thread"),
+    "backward, over a link": lambda: backward_of("simulated"),
+    "speculating": speculate,
+    "giving back": give_back,
+    "an optimizer": make_optimizer,
+    "the host's memory": lambda: lambda: (HostNeeds(1).check(Host()), Claim.of(Host(), 1), cores.share(Host())),
+    "a folder of checkpoints": lambda: look_at_folder(tempfile.mkdtemp()),
+}
+"""What prepares work that expects errors, and returns it."""
+
+
+@pytest.mark.parametrize("name", EXPECTING)
+def test_what_a_handler_raises_is_not_taken_for_an_error_that_is_expected(name: str) -> None:
+    """At whichever place Python looks for signals."""
+    raised, caught = list[BaseException](), list[BaseException]()
+
+    def handle(*_: object) -> None:
+        raised.append(AnyError("of the program"))
+        raise raised[-1]
+
+    def work(inner: Callable[[], object]) -> None:
+        try:
+            inner()
+        except AnyError as error:
+            caught.append(error)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        places = struck(functools.partial(work, EXPECTING[name]()), None, bool, unit="opcode")
+        for at in range(1, places + 1, 1 if DEEP else max(1, places // 40)):
+            inner = EXPECTING[name]()
+            struck(functools.partial(work, inner), at, lambda: signal.raise_signal(signal.SIGUSR1), unit="opcode")
+            assert caught == raised, at
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(raised) >= 40
+
+
+ON_CPU = torch.device("cpu")
+AROUND: dict[str, tuple[Any, str, Callable[[], object]]] = {
+    "trying Triton": (choice.language, "on", lambda: choice._obstacle_on.__wrapped__(ON_CPU)),
+    "an event of a GPU": (torch.cuda, "Event", lambda: CudaDevice.record(Mock(_cuda=torch.cuda), Stream.CURRENT)),
+    "a thread near a GPU": (ThreadPoolExecutor, "submit", lambda: cores.call_near({0}, list)),
+    "telling other ranks": (
+        agreement.Ranks,
+        "_exchange",
+        lambda: agreement.Ranks([0], None).tell_failure(agreement.Question.STEP),
+    ),
+    "where tensors lie": (places, "storage_key", lambda: places.places_of([torch.ones(1)])),
+    "values of a checkpoint": (torch, "save", lambda: checkpoint_contents.bytes_of_values({})),
+    "a checkpoint of DeepSpeed": (
+        deepspeed,
+        "ZeroCheckpoint",
+        lambda: deepspeed._opened(Path(), nn.Linear(1, 1), Mock()),
+    ),
+    "reduced gradients": (
+        ReducedGradients,
+        "_unrounded",
+        lambda: ReducedGradients(adam(mlp()))._take(Mock(grad=torch.ones(1))),
+    ),
+}
+"""What is replaced by a signal in work that expects errors, and the work."""
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_a_handler_raises_in_a_call_is_not_taken_for_its_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, replaced, work = AROUND[name]
+    monkeypatch.setattr(places, "_looks", None)
+    monkeypatch.setattr(owner, replaced, lambda *_, **__: signal.raise_signal(signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, Mock(side_effect=AnyError))
+    try:
+        with pytest.raises(AnyError):
+            work()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_a_handler_raises_while_a_scheduler_is_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not taken for that of a forked process."""
+    model = mlp()
+    scheduler = OffloadScheduler(adam(model), model, device=ThreadDevice())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", Mock(side_effect=AnyError))
+        with pytest.raises(AnyError):
+            scheduler.__exit__(PlantedError)
+    scheduler.close()
 
 
 # -- finalizers, which the garbage collector runs anywhere in any thread -----------------------------------------------

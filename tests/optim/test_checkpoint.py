@@ -145,6 +145,16 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
 }
 
 
+def test_an_alarm_while_a_state_dict_is_read_is_no_damage() -> None:
+    class Late:
+        def __deepcopy__(self, memo: object) -> None:
+            raise TimeoutError("of the program")
+
+    optimizer = trained(make())
+    with pytest.raises(TimeoutError, match="of the program"):
+        optimizer.load_state_dict(_group(extra=Late())(optimizer.state_dict()))
+
+
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_or_foreign_state_dict_is_refused(damage: str) -> None:
     spoil, sentence = DAMAGED[damage]
