@@ -652,14 +652,16 @@ def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: Gradi
 def _leave_handle(parameter: Tensor, gradient: Any, taken: TakenGradient) -> GradientHandle | None:
     """Replace `.grad` by a handle; None, and no change, if it counts no versions, does not fit, or was replaced."""
     is_plain = type(gradient) is Tensor
+    local = gradient if is_plain else shards.local_of(gradient)
+    if local.is_inference():
+        return None
     handle = GradientHandle(taken)
-    with THIS_THREAD.without_handlers:
-        try:
-            continue_version(handle, gradient if is_plain else shards.local_of(gradient))
-            whole = handle if is_plain else torch_private.dtensor_like(gradient, handle)
-            if parameter.grad is not gradient:  # no other thread runs before the next line
-                return None
-            parameter.grad = whole
-        except RuntimeError:  # it was made in inference mode, or the parameter has got another dtype or shape
-            return None
+    continue_version(handle, local)
+    whole = handle if is_plain else torch_private.dtensor_like(gradient, handle)
+    if parameter.grad is not gradient:  # no other thread, and no handler of a signal, runs before the assignment
+        return None
+    try:
+        parameter.grad = whole
+    except RuntimeError:  # the parameter has got another dtype or shape
+        return None
     return handle

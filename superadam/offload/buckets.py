@@ -280,12 +280,11 @@ class Bucketer:
         known = None if type(gradient) is Tensor else taken_of(gradient)
         if known is not None:
             return known if known.is_unrounded and not known.in_use and self.accumulation.sum_dtype is None else None
-        try:
-            is_plain = type(gradient) is Tensor and state.local is state.parameter
-            state.check_gradient(gradient if is_plain else state.local_gradient(gradient))
-        except (TypeError, ValueError):
+        is_plain = type(gradient) is Tensor and state.local is state.parameter
+        local = gradient if is_plain else shards.part_of(gradient, parameter)
+        if local is None or state.fault_of(local) is not None:
             return None  # step() raises it
-        del gradient  # a second reference, with which it could not be taken
+        del gradient, local  # a second reference, with which it could not be taken
         taken = take_gradient(parameter, state, self._holder)
         self._is_refused |= taken is None
         return taken

@@ -13,6 +13,7 @@ from torch import Tensor
 from superadam.devices import Event, Stream
 from superadam.devices.worker import Worker
 from superadam.handles.taken_gradient import HostSum
+from superadam.host.signals import THIS_THREAD
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -76,7 +77,7 @@ class Pipeline:
         if state is None or not is_sent:
             return False
         sent = None
-        with MayLackMemory():
+        with THIS_THREAD.without_handlers, MayLackMemory():
             sent = self._transfers.send_one(state, gradient)
         if sent is None:
             return False

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
@@ -179,7 +179,7 @@ class OffloadScheduler(GradientHolder):
         is_left = self._pipeline is None and self._bucketer.accumulation.sum_dtype is None
         if is_left or self._device.is_capturing():  # a graph's replays write to the gradient's memory, and call no hook
             return
-        with self._lock(), THIS_THREAD.without_handlers:  # what one raises is no error of a gradient or of memory
+        with self._lock(), nullcontext() if self._groups is None else THIS_THREAD.without_handlers:
             self._check_process()
             self._backward_began = self._backward_began or begin
             try:
@@ -217,18 +217,18 @@ class OffloadScheduler(GradientHolder):
         """Send a bucket; `step()` makes the step of one that cannot be sent, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
             return
-        try:
-            with torch_private.inference_mode(False):  # which, unlike no_grad(), no interrupt leaves behind
-                torch.set_grad_enabled(False)
+        with THIS_THREAD.without_handlers, torch_private.inference_mode(False):
+            torch.set_grad_enabled(False)
+            try:
                 self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
                 self._binding.look()
                 limit = self.optimizer.max_grad_norm
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
                     self._pipeline.send(bucket, self._hyper, math.inf if limit is None else limit)
-        except Exception as error:
-            if not isinstance(error, ValueError) and not is_short_of_memory(error):
-                raise
-            _logger.debug("a bucket is left to step(): %s", error)
+            except Exception as error:
+                if not isinstance(error, ValueError) and not is_short_of_memory(error):
+                    raise
+                _logger.debug("a bucket is left to step(): %s", error)
 
     # ---- for the optimizer (binding.Overlap) -------------------------------------------------------------------------
 
@@ -249,12 +249,10 @@ class OffloadScheduler(GradientHolder):
             raise error
         begin = time.perf_counter()
         self._check_process()
-        with THIS_THREAD.without_handlers:
-            self._take_waiting()
-            if self._pipeline is not None:
-                for bucket in self._bucketer.rest():
-                    self._send(bucket)
+        self._take_waiting()
         if self._pipeline is not None:
+            for bucket in self._bucketer.rest():
+                self._send(bucket)
             self.statistics.hook_seconds += time.perf_counter() - begin
             self._pipeline.drain()
         self._caught_up = time.perf_counter()
@@ -385,11 +383,11 @@ class OffloadScheduler(GradientHolder):
         self._check_open()
         if dtype is not None:
             check_can_take(parameters_of(self.optimizer), "accumulate() got torch.float32")
-        with self._lock(), THIS_THREAD.without_handlers:
+        with self._lock():
             self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            with self._lock(), THIS_THREAD.without_handlers:
+            with self._lock():
                 self._take_waiting()
 
     def synchronize(self) -> None:

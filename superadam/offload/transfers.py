@@ -18,7 +18,7 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import AllEvents, ChunkSums
 from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD, deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -285,7 +285,7 @@ class Transfers(NewValues):
         if made is not None:
             device.wait(Stream.CURRENT, made)
         rounded = None
-        with suppress(ValueError), MayLackMemory():  # of memory, or on another device
+        with THIS_THREAD.without_handlers, suppress(ValueError), MayLackMemory():  # of memory, or on another device
             layout = self._layout_of((state,))
             rounded = layout.views(device.pack([gradient], layout, dtype))[0]
         made = device.record(Stream.CURRENT)

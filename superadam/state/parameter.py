@@ -452,42 +452,44 @@ class ParameterState(Piece):
         self.arrays.discard(key)
         self.put(dict.fromkeys((key, SECONDS[key]) if key in SECONDS else (key,)))
 
-    def check_gradient(self, gradient: Tensor) -> None:
-        """Raise TypeError or ValueError if a gradient does not fit."""
+    def fault_of(self, gradient: Tensor) -> TypeError | ValueError | None:
+        """Return the error to raise if a gradient does not fit."""
         if self.parameter_dtype not in DTYPES:
-            raise TypeError(
+            return TypeError(
                 f"{self.name} is {self.parameter_dtype} and has a gradient, expected none; set its .grad to None, or "
                 "convert the parameter with .to() before optimizing"
             )
         if gradient.layout is not torch.strided:
-            raise TypeError(
+            return TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "
                 "use torch.optim.SparseAdam for this parameter"
             )
         if gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != self.is_double:
             expected = "float64" if self.is_double else "float32, bfloat16 or float16"
-            raise TypeError(
+            return TypeError(
                 f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"
             )
         if gradient.shape != self.shape:
-            raise ValueError(
+            return ValueError(
                 f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
                 f"{tuple(self.shape)}; recompute it"
             )
         if gradient.is_meta:
-            raise ValueError(
+            return ValueError(
                 f"the gradient of {self.name} is on the meta device and has no values, expected some; materialize the "
                 "model before training"
             )
         if not gradient.is_cpu and gradient.device != self.local.device:
-            raise ValueError(
+            return ValueError(
                 f"the gradient of {self.name} is on {gradient.device}, expected it on the parameter's device "
                 f"{self.local.device} or on the CPU; move the model before the backward pass"
             )
+        return None
 
     def host_gradient(self, gradient: Tensor) -> Tensor:
         """Return a checked gradient on the CPU in the layout of the state, as kernels read it; copied if need be."""
-        self.check_gradient(gradient)
+        if (fault := self.fault_of(gradient)) is not None:
+            raise fault
         if gradient.is_cpu and not gradient.data_ptr() and gradient.numel():
             raise ValueError(
                 f"the gradient of {self.name} has no data, because its storage was freed or it is a wrapper around "
