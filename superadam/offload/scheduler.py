@@ -47,6 +47,7 @@ from superadam.step.outcome import Applied, StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
+_NOTHING = nullcontext()
 
 
 def _end(pipeline: Pipeline | None, device: Device | None) -> None:
@@ -179,7 +180,7 @@ class OffloadScheduler(GradientHolder):
         is_left = self._pipeline is None and self._bucketer.accumulation.sum_dtype is None
         if is_left or self._device.is_capturing():  # a graph's replays write to the gradient's memory, and call no hook
             return
-        with self._lock(), nullcontext() if self._groups is None else THIS_THREAD.without_handlers:
+        with self._lock(), _NOTHING if self._groups is None else THIS_THREAD.without_handlers:
             self._check_process()
             self._backward_began = self._backward_began or begin
             try:
