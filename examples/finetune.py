@@ -53,6 +53,17 @@ class FineTuning:
     rehearse: bool = field(default=False, metadata={"help": "a few steps of a small such model, on CPUs"})
 
 
+class Trainer(SFTTrainer):
+    """Makes no step after the last one, where others make one when they resume that step's checkpoint in an epoch."""
+
+    def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
+        """Return the batches of the next step; none, and end training, after the last one."""
+        if self.state.global_step < self.state.max_steps:
+            return super().get_batch_samples(*arguments, **named)
+        self.control.should_training_stop = True
+        return [], None
+
+
 def check_folders(script: ScriptArguments, training: SFTConfig, model: ModelConfig) -> None:
     """Refuse files and folders that were named and are not there or not usable; make none."""
     path, output = Path(script.dataset_name), Path(training.output_dir).absolute()
@@ -178,7 +189,7 @@ def train() -> None:
         rehearsal.shard_on_cpus()
     loaded = attempt(lambda: model_of(config, place, model, arguments, training), *there)
     trainer = attempt(
-        lambda: SFTTrainer(
+        lambda: Trainer(
             loaded,
             training,
             train_dataset=dataset[script.dataset_train_split],

@@ -264,6 +264,15 @@ def test_a_run_that_is_preempted_saves_and_ends_as_one_that_was_not(folder, whol
     assert digests(out) == digests(whole[0])
 
 
+def test_a_run_that_was_killed_after_its_last_step_makes_no_other(folder, whole):
+    out = folder / "ended"
+    shutil.copytree(whole[0], out)
+    (out / "model.safetensors").unlink()
+    assert "steps: 0 applied" in finetune(folder, out, "--resume_from_checkpoint=auto")
+    assert {path.name for path in out.glob("checkpoint-*")} == {path.name for path in whole[0].glob("checkpoint-*")}
+    assert digests(out) == digests(whole[0])
+
+
 def test_a_run_that_was_resumed_tells_its_own_rate(capsys):
     """Its last count may be that of an evaluation."""
     history = [{"num_tokens": 900.0}, {"num_tokens": 60.0}, {"eval_num_tokens": 100.0}, {"train_runtime": 2.0}]
