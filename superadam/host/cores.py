@@ -45,7 +45,7 @@ def _share_of(host: Host, number: int, affinities: Sequence[frozenset[int]], add
         units = [[cpu] for cpu in cpus]
     first, end = (-(-part * len(units) // count) for part in (place, place + 1))
     mine = frozenset(cpu for unit in units[first:end] for cpu in unit)
-    return mine or frozenset([cpus[place % len(cpus)]])  # one that is shared is better than none
+    return mine or frozenset([cpus[place * len(cpus) // count]])  # one that is shared is better than none
 
 
 def _affinities(host: Host) -> list[frozenset[int]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.children import without_torch
 from support.machines import GPUS, eight_gpus, machine, ranks
@@ -142,8 +142,9 @@ def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path):
     st.lists(st.integers(0, 7), min_size=12, max_size=12),
     st.booleans(),
 )
+@example(8, frozenset([0, 1]), 1, 1, [0] * 12, False)
 def test_every_rank_gets_cpus_that_it_may_use(tmp_path_factory, count, allowed, siblings, nodes, gpus, is_bound):
-    """Whatever GPUs ranks have, and wherever a launcher has bound them; without a GPU each CPU goes to one rank."""
+    """Whatever GPUs ranks have, and wherever a launcher has bound them; without a GPU they share them evenly."""
     files = eight_gpus(nodes, 32, siblings)
     root = tmp_path_factory.mktemp("machine")
     numa = [cpus_of(files[f"/sys/devices/system/node/node{node}/cpulist"]) for node in range(nodes)]
@@ -164,7 +165,8 @@ def test_every_rank_gets_cpus_that_it_may_use(tmp_path_factory, count, allowed, 
         has_whole_cores = len({*core_of.values()}) >= count
         sizes = [len({core_of[cpu] for cpu in one}) if has_whole_cores else len(one) for one in shares]
         assert max(sizes) - min(sizes) <= 1
-        assert are_disjoint(shares) or len(affinities[0]) < count
+        ranks_of = [sum(cpu in one for one in shares) for cpu in affinities[0]]
+        assert max(ranks_of) == -(-count // len(affinities[0]))
 
 
 PROGRAM = """
