@@ -70,6 +70,14 @@ def test_output_that_nobody_reads_ends_quietly_when_the_interpreter_ends():
     assert (done.returncode, done.stderr) == (PIPE_STATUS, "")
 
 
+@pytest.mark.parametrize("columns", [0, 20])
+def test_a_narrow_terminal_loses_no_finding(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["doctor"]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in (*PROBES, "Python"))
+
+
 def test_characters_that_the_output_lacks_are_replaced(monkeypatch, capsys):
     monkeypatch.setattr(software, "version", lambda name: "l\u00e4ufe")
     stream = io.BytesIO()
