@@ -56,6 +56,12 @@ def _download(device: Device, packed: Tensor, made: Event | None = None) -> Tens
     return host
 
 
+def assertions_are_made(device: Device) -> None:
+    """Without them, as under `python -O`, no other check would find anything."""
+    if not __debug__:
+        raise AssertionError("python leaves assertions out, by which a device is checked; run it without -O")
+
+
 def gradients_go_to_the_host_and_values_come_back(device: Device) -> None:
     """Packing rounds as `Tensor.to` does; copies and scattering keep every bit and leave version counters alone."""
     for gradient_dtype, dtype in (*itertools.product(_DTYPES[:3], repeat=2), (torch.float64, torch.float64)):
@@ -264,6 +270,15 @@ def what_was_reserved_can_be_given_back(device: Device) -> None:
     device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12))
     device.close()
     assert device.host_empty(3, torch.float32).shape == (3,)
+
+
+def what_the_host_can_never_hold_is_refused(device: Device) -> None:
+    """`reserve` raises MemoryError, as that of `Device` does."""
+    try:
+        device.reserve(HostNeeds(state=1 << 60))
+    except MemoryError:
+        return
+    raise AssertionError("reserve() accepted 2**60 bytes; call super().reserve(needs) in it")
 
 
 DEVICE_CHECKS: dict[str, Callable[[Device], None]] = {

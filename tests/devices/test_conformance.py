@@ -1,5 +1,7 @@
 """Every device of this project and its benchmarks passes the conformance suite; a broken one does not."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -38,6 +40,7 @@ BROKEN: dict[str, tuple[Callable[[], Device], str, Callable[..., object]]] = {
     "memory is reused while streams still need it": (LAZY, "record_stream", lambda buffer, stream: None),
     "marks were never recorded": (LAZY, "mark_ready", lambda _: SimulatedEvent(SimulatedDevice(0).accelerator)),
     "scatters count as writes": (PlainDevice, "scatter", write),
+    "the host holds anything": (PlainDevice, "reserve", lambda needs: None),
 }
 
 
@@ -53,3 +56,12 @@ def test_broken_device_fails(name):
 
     with pytest.raises(AssertionError):
         check_all()
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_no_device_passes_where_assertions_are_left_out():
+    program = "import superadam.testing as testing, superadam.devices as devices\n"
+    program += "for check in testing.DEVICE_CHECKS.values(): check(devices.PlainDevice())"
+    done = subprocess.run([sys.executable, "-O", "-B", "-c", program], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr.endswith("; run it without -O\n")
