@@ -38,7 +38,7 @@ except ImportError as error:
 from superadam.integrations import distributed_checkpoint, fine_tuning, rehearsal
 from superadam.integrations.fine_tuning import RefusedError, attempt
 from superadam.integrations.planned_memory import check_memory, setting_of
-from superadam.integrations.stopping import SavesOnSignal
+from superadam.integrations.stopping import SavesOnSignal, train_to_last_step
 from superadam.integrations.transformers import offload
 
 
@@ -51,17 +51,6 @@ class FineTuning:
     master: str = field(default="fp32", metadata={"choices": ["fp32", "24bit"], "help": "how masters are stored"})
     random_weights: bool = field(default=False, metadata={"help": "train a configuration from scratch, to try it out"})
     rehearse: bool = field(default=False, metadata={"help": "a few steps of a small such model, on CPUs"})
-
-
-class Trainer(SFTTrainer):
-    """Makes no step after the last one, where others make one when they resume that step's checkpoint in an epoch."""
-
-    def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
-        """Return the batches of the next step; none, and end training, after the last one."""
-        if self.state.global_step < self.state.max_steps:
-            return super().get_batch_samples(*arguments, **named)
-        self.control.should_training_stop = True
-        return [], None
 
 
 def check_folders(script: ScriptArguments, training: SFTConfig, model: ModelConfig) -> None:
@@ -189,7 +178,7 @@ def train() -> None:
         rehearsal.shard_on_cpus()
     loaded = attempt(lambda: model_of(config, place, model, arguments, training), *there)
     trainer = attempt(
-        lambda: Trainer(
+        lambda: SFTTrainer(
             loaded,
             training,
             train_dataset=dataset[script.dataset_train_split],
@@ -205,7 +194,7 @@ def train() -> None:
     if plugin and plugin.mixed_precision_policy is None:  # without bf16: true
         plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     with SavesOnSignal(trainer) if saves_on_signal else contextlib.nullcontext() as stop:
-        trainer.train(resume_from_checkpoint=start)
+        train_to_last_step(trainer, start)
     if stop is not None and stop.has_stopped:
         sys.exit(128 + signal.SIGTERM)  # the checkpoint was saved; the model is not finished
     if plugin:

@@ -1,4 +1,4 @@
-"""Ending a run of a Trainer on SIGTERM with a checkpoint: after the same step on all ranks.
+"""How a run of a Trainer ends: after its last step, or on SIGTERM with a checkpoint, after the same step on all ranks.
 
 The Trainer's own `enable_jit_checkpoint` lets each rank decide by itself: ranks that save after different steps wait
 for each other forever.
@@ -19,6 +19,23 @@ except ImportError as error:
     raise ImportError(
         f"superadam.integrations.stopping needs transformers ({error}); install superadam with its extra finetune"
     ) from error
+
+
+def train_to_last_step(trainer: Trainer, checkpoint: str | None = None) -> None:
+    """Train, from a checkpoint if one is given, and make no step after the last one.
+
+    The Trainer alone makes one where it resumes the checkpoint of its last step within an epoch.
+    """
+    batches_of_step = trainer.get_batch_samples
+
+    def get_batch_samples(*arguments: Any, **named: Any) -> Any:
+        if trainer.state.global_step < trainer.state.max_steps:
+            return batches_of_step(*arguments, **named)
+        trainer.control.should_training_stop = True
+        return [], None
+
+    trainer.get_batch_samples = get_batch_samples  # type: ignore[method-assign]
+    trainer.train(resume_from_checkpoint=checkpoint)
 
 
 class SavesOnSignal(TrainerCallback):
