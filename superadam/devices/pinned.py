@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Hashable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,16 @@ class PinningError(RuntimeError):
     """Host memory could not be mapped, or not be registered with the driver."""
 
 
+class Registrar(Protocol):
+    """Pins memory and unpins it."""
+
+    def register(self, address: int, size: int) -> None:
+        """Pin `size` bytes from `address` on, which is slow; raises PinningError."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; raises PinningError."""
+
+
 class CudaRegistrar:
     """Pins host memory with the driver of CUDA or HIP, in the context of `device`; `cuda` is `torch.cuda`."""
 
@@ -48,7 +58,6 @@ class CudaRegistrar:
         self._device, self._cuda = device, cuda
 
     def register(self, address: int, size: int) -> None:
-        """Pin `size` bytes from `address` on, which is slow; raises PinningError."""
         reason = self._refusal("cudaHostRegister", address, size, PORTABLE | MAPPED)
         if reason is not None:
             limit = lockable_bytes()
@@ -59,7 +68,6 @@ class CudaRegistrar:
             )
 
     def unregister(self, address: int) -> None:
-        """Undo `register`; raises PinningError."""
         reason = self._refusal("cudaHostUnregister", address)
         if reason is not None:
             raise PinningError(f"the driver refused to unpin host memory ({reason})")
@@ -114,7 +122,7 @@ class Slab:
     Not thread-safe, except that ranges may be returned from any thread.
     """
 
-    def __init__(self, size: int, registrar: CudaRegistrar) -> None:
+    def __init__(self, size: int, registrar: Registrar) -> None:
         self.size = _in_pages(size)
         try:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -158,7 +166,7 @@ def _in_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def _let_go(memory: mmap.mmap, address: int, registrar: CudaRegistrar) -> None:
+def _let_go(memory: mmap.mmap, address: int, registrar: Registrar) -> None:
     """Unregister and unmap what no lease needs any more."""
     with THIS_THREAD.without_handlers:  # Ctrl-C ends nothing half-way
         try:
@@ -173,7 +181,7 @@ def _let_go(memory: mmap.mmap, address: int, registrar: CudaRegistrar) -> None:
 class PinnedMemory:
     """Allocates host memory, from any thread; `pageable_bytes` counts all requests that did not fit into the slabs."""
 
-    def __init__(self, registrar: CudaRegistrar) -> None:
+    def __init__(self, registrar: Registrar) -> None:
         self.pageable_bytes = 0
         self._registrar = registrar
         self._slabs: list[Slab] = []
