@@ -14,6 +14,7 @@ import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from decimal import MIN_EMIN, Context, Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,41 +120,24 @@ def turn_of(step: int) -> int:
     return step * _GOLDEN_TURN % 2**32
 
 
-_POWER_BITS = 256
 _KEPT_POWERS = 256
-_latest_powers: dict[float, tuple[int, int, int]] = {}  # of each beta: a step, and mantissa and exponent of the power
-
-
-def _product(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    """Return mantissa and exponent of a product; its last bit stands for all that were cut off."""
-    mantissa, exponent = first[0] * second[0], first[1] + second[1]
-    excess = mantissa.bit_length() - _POWER_BITS
-    if excess <= 0:
-        return mantissa, exponent
-    kept = mantissa >> excess
-    return kept | (kept << excess != mantissa), exponent + excess
+_latest_powers: dict[float, tuple[int, Decimal, Decimal]] = {}  # of each beta: a step, the power, and beta itself
+_DIGITS = Context(prec=80, Emin=MIN_EMIN, traps=[])
 
 
 @functools.lru_cache(maxsize=4096)
 def beta_power(beta: float, step: int) -> float:
     """Return `beta**step` correctly rounded to double; C libraries' pow differ in rare last bits.
 
-    By products of integers, each with a relative error below 2**-254, so that no midpoint of two doubles comes between.
+    Of decimal numbers of so many digits, 2**53 products are so near to the true one that no midpoint of two doubles
+    comes between.
     """
-    numerator, denominator = beta.as_integer_ratio()
-    base = numerator, 1 - denominator.bit_length()
-    known = _latest_powers.get(beta)
-    if known is not None and known[0] == step - 1:
-        power = _product(known[1:], base)
-    else:
-        power = 1, 0
-        for bit in bin(step)[2:]:
-            power = _product(power, power)
-            power = _product(power, base) if bit == "1" else power
+    before, power, base = _latest_powers.get(beta) or (0, Decimal(1), Decimal(beta))
+    power = _DIGITS.multiply(power, base) if before == step - 1 else _DIGITS.power(base, step)
     if len(_latest_powers) >= _KEPT_POWERS:
         _latest_powers.clear()
-    _latest_powers[beta] = (step, *power)
-    return math.ldexp(power[0], power[1])
+    _latest_powers[beta] = step, power, base
+    return float(power)
 
 
 class Interval(NamedTuple):
