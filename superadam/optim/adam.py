@@ -328,9 +328,8 @@ class SpeculativeCPUAdam(Optimizer):
         table, hyper = transaction.table, hyper_by_row(self.param_groups)
         asked = table.states_of(params, "speculate()")
         for state in asked:
-            gradient = state.parameter.grad
-            if gradient is not None and (fault := state.fault_of(state.local_gradient(gradient))) is not None:
-                raise fault
+            if state.parameter.grad is not None:
+                state.check_gradient(state.local_gradient(state.parameter.grad))
         shared = shared_memory(table.parameters) if table.is_distributed else ()
         received = table.new_values.received
         gradients: dict[ParameterState, TakenGradient] = {}

@@ -486,10 +486,14 @@ class ParameterState(Piece):
             )
         return None
 
-    def host_gradient(self, gradient: Tensor) -> Tensor:
-        """Return a checked gradient on the CPU in the layout of the state, as kernels read it; copied if need be."""
+    def check_gradient(self, gradient: Tensor) -> None:
+        """Raise TypeError or ValueError if a gradient does not fit."""
         if (fault := self.fault_of(gradient)) is not None:
             raise fault
+
+    def host_gradient(self, gradient: Tensor) -> Tensor:
+        """Return a checked gradient on the CPU in the layout of the state, as kernels read it; copied if need be."""
+        self.check_gradient(gradient)
         if gradient.is_cpu and not gradient.data_ptr() and gradient.numel():
             raise ValueError(
                 f"the gradient of {self.name} has no data, because its storage was freed or it is a wrapper around "

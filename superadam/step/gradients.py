@@ -82,8 +82,7 @@ def _meant(
         if taken.given is None:
             if state.waits_with(taken):  # so it was checked before
                 return taken
-            if (fault := state.fault_of(gradient)) is not None:
-                raise fault
+            state.check_gradient(gradient)
             if received is not None and not taken.is_unrounded:  # else it is as it travels
                 taken.pending = received(state.host_gradient(taken.ready()))
             return taken
