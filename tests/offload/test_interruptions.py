@@ -507,15 +507,16 @@ def make_optimizer() -> Callable[[], object]:
     return lambda: SpeculativeCPUAdam([nn.Parameter(torch.ones(3))], lr=torch.tensor(0.5))
 
 
-def look_at_folder(folder: str) -> Callable[[], object]:
-    path, stack = Path(folder), contextlib.ExitStack()
+def look_at_folder() -> Callable[[], object]:
+    folder, stack = tempfile.TemporaryDirectory(), contextlib.ExitStack()
+    path = Path(folder.name)
     part = checkpoint_folder.begin(path, stack, [None])
     (part / "some").write_bytes(b"bytes")
     made, _ = checkpoint_folder.publish(part, {"some": (5, checkpoint_folder.sha256(part / "some"))}, 1, set())
     stack.close()
 
     def look() -> None:
-        checkpoint_folder.look(path / "none")
+        checkpoint_folder.look(Path(folder.name, "none"))
         there = checkpoint_folder.look(path)
         checkpoint_folder.verify(made, there.digest, 0, 1)
         checkpoint_folder.sight(made)
@@ -530,7 +531,7 @@ EXPECTING: dict[str, Callable[[], Callable[[], object]]] = {
     "giving back": give_back,
     "an optimizer": make_optimizer,
     "the host's memory": lambda: lambda: (HostNeeds(1).check(Host()), Claim.of(Host(), 1), cores.share(Host())),
-    "a folder of checkpoints": lambda: look_at_folder(tempfile.mkdtemp()),
+    "a folder of checkpoints": look_at_folder,
 }
 """What prepares work that expects errors, and returns it."""
 
