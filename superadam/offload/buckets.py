@@ -282,7 +282,7 @@ class Bucketer:
             return known if known.is_unrounded and not known.in_use and self.accumulation.sum_dtype is None else None
         is_plain = type(gradient) is Tensor and state.local is state.parameter
         local = gradient if is_plain else shards.part_of(gradient, parameter)
-        if local is None or state.fault_of(local) is not None:
+        if local is None or (type(local) is Tensor and state.fault_of(local) is not None):  # others may raise anything
             return None  # step() raises it
         del gradient, local  # a second reference, with which it could not be taken
         taken = take_gradient(parameter, state, self._holder)

@@ -130,6 +130,24 @@ def test_copies_report_to_nobody(how: Any) -> None:
     assert not recorder.seen
 
 
+class UnwillingTensor(Tensor):
+    """Raises whatever it is asked."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise TypeError("of the program")
+
+
+def test_backward_asks_nothing_of_gradients_of_other_classes() -> None:
+    model = mlp()
+    first = next(model.parameters())
+    first.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", one.grad.as_subclass(UnwillingTensor)))
+    with OffloadScheduler(adam(model), model, device=ThreadDevice()):
+        loss_of(model, 0).backward()
+        assert [one for one in model.parameters() if taken_of(one.grad) is None] == [first]
+        first.grad = None
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_program_is_told_once_where_no_gradient_can_be_taken(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
     """As those of CUDA graphs, to whose memory the graph refers; of steps without gradients nothing is said."""
