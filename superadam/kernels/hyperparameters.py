@@ -130,9 +130,9 @@ def beta_power(beta: float, step: int) -> float:
     """Return `beta**step` correctly rounded to double; C libraries' pow differ in rare last bits.
 
     Of decimal numbers of so many digits, 2**53 products are so near to the true one that no midpoint of two doubles
-    comes between.
+    comes between. Where it is a midpoint of more digits itself, as 0.5**1075, which is below 2**-37, either may come.
     """
-    before, power, base = _latest_powers.get(beta) or (0, Decimal(1), Decimal(beta))
+    before, power, base = _latest_powers.get(beta) or (0, Decimal(1), Decimal.from_float(beta))  # untrapped
     power = _DIGITS.multiply(power, base) if before == step - 1 else _DIGITS.power(base, step)
     if len(_latest_powers) >= _KEPT_POWERS:
         _latest_powers.clear()

@@ -1,6 +1,7 @@
 """Coefficients are what the design says, each rounded once; impossible hyper-parameters are refused."""
 
 import dataclasses
+import decimal
 import math
 from fractions import Fraction
 
@@ -25,6 +26,12 @@ def test_beta_power_is_correctly_rounded_in_any_order_of_steps(beta, steps):
     for step in steps:
         exact = Fraction(beta) ** step
         assert beta_power(beta, step) == exact.numerator / exact.denominator  # which Python rounds once
+
+
+def test_what_a_program_has_set_for_its_own_decimals_stays_and_changes_nothing():
+    with decimal.localcontext(decimal.Context(prec=1, Emin=-1, Emax=1, traps=[*decimal.getcontext().traps])) as context:
+        assert beta_power.__wrapped__(0.8517, 3) == float(Fraction(0.8517) ** 3)
+        assert not any(context.flags.values())
 
 
 @given(hyperparameters(), st.integers(1, 100_000), scales(), st.booleans())
