@@ -429,24 +429,24 @@ class Binding(GradientHolder):
             for state in states:
                 if not has_memory(state.local):  # which the next step refuses
                     table.fingerprints.distrust(state.row)
+            if before is not None:
+                before.forget_all_but(states)
+            self.is_flattened, self.ranks, self._table = is_flattened(parameters), ranks, table
+            self._transaction = Transaction(table, self._statistics, ranks)
+            for state in states:
+                taken = None if state.parameter.grad is None else taken_of(state.parameter.grad)
+                if taken is not None:
+                    taken.owner = weakref.ref(state)
+            for owner in {*owners}.difference(states):
+                for key in [*owner.shown]:
+                    owner.forget(key)
+            self.published.let_go(table.states)
+            self.published.look(table)
+            if self.overlap is not None:
+                self.overlap._follow(self._transaction)
         except BaseException:  # the table before has rows of these states no longer; what they hold is in the entries
             self._forget_binding()
             raise
-        if before is not None:
-            before.forget_all_but(states)
-        self.is_flattened, self.ranks, self._table = is_flattened(parameters), ranks, table
-        self._transaction = Transaction(table, self._statistics, ranks)
-        for state in states:
-            taken = None if state.parameter.grad is None else taken_of(state.parameter.grad)
-            if taken is not None:
-                taken.owner = weakref.ref(state)
-        for owner in {*owners}.difference(states):
-            for key in [*owner.shown]:
-                owner.forget(key)
-        self.published.let_go(table.states)
-        self.published.look(table)
-        if self.overlap is not None:
-            self.overlap._follow(self._transaction)
         return self._transaction
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:

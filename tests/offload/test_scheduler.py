@@ -41,6 +41,7 @@ from superadam.kernels import native, torch_private
 from superadam.offload.buckets import PAUSE_STEPS, Hooks
 from superadam.offload.pipeline import Pipeline
 from superadam.optim.binding import Binding
+from superadam.optim.published_state import PublishedState
 from superadam.state.parameter import Phase
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
@@ -225,6 +226,24 @@ def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, mon
     device.close.assert_called_once()
     assert {*threading.enumerate()} <= threads
     assert_nothing_is_attached(model, optimizer)
+
+
+@pytest.mark.parametrize("method", ["let_go", "look"])
+def test_binding_anew_that_has_failed_is_made_by_the_next_call(method, monkeypatch):
+    found = []
+    for fails in (False, True):
+        model = mlp(torch.bfloat16)
+        weight, optimizer = next(model.parameters()), adam(model)
+        with eager(optimizer, model, device=overlap.ThreadDevice()), monkeypatch.context() as patch:
+            train(model, optimizer, range(2))
+            weight.data = weight.data.t().contiguous().t()
+            if fails:
+                fail_at(patch, PublishedState, method, 1, MemoryError("planted"))
+                with pytest.raises(MemoryError, match="planted"):
+                    optimizer.commit()
+            train(model, optimizer, range(2, 4))
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("use", [lambda *_: None, lambda one, _: one.state_dict(), lambda _, it: it.close()])
