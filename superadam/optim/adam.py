@@ -185,7 +185,7 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
         """
-        with self._binding._lock():
+        with self._binding._lock(), deferred_signals():  # Ctrl-C leaves no group that was not checked
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             try:

@@ -5,10 +5,12 @@ import copy
 import functools
 import math
 import pickle
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, EACH_PAIR, make, through_disk, train_alike, trained
@@ -71,6 +73,20 @@ def test_options_that_cannot_be_are_refused(key: str) -> None:
     optimizer = make()
     with refused(optimizer, RuntimeError, f"{key}=True is not possible"):
         optimizer.add_param_group({"params": [parameter(3)], key: True})
+
+
+def test_ctrl_c_leaves_no_group_unchecked() -> None:
+    class Interrupted(np.float64):
+        def __float__(self) -> float:
+            signal.raise_signal(signal.SIGINT)
+            return -1.0
+
+    optimizer = make()
+    before = visible(optimizer)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        optimizer.add_param_group({"params": [parameter(3)], "lr": Interrupted()})
+    assert "Invalid learning rate: -1.0" in str(caught.value.__context__)
+    assert visible(optimizer) == before
 
 
 @EACH_PAIR
