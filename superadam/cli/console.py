@@ -8,8 +8,9 @@ import rich.console
 from rich import box
 from rich.table import Table
 
-LEAST_WIDTH = 60
-"""In characters: a terminal that says that it has fewer, as some say 0, gets this many; else columns would be lost."""
+LEAST_WIDTH = 80
+"""In characters: a terminal that says that it has fewer, as some say 0, gets this many; columns would be lost else, or
+be as narrow as a letter or two."""
 
 
 class Console(rich.console.Console):

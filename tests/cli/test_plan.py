@@ -57,8 +57,10 @@ def test_every_number_says_how_far_it_can_be_trusted(folder: str, capsys: pytest
     assert [one["efficiency"] for one in found["times"]] == assumed
 
 
-def test_an_efficiency_that_is_given_replaces_the_range(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_efficiency_that_is_given_replaces_the_range(monkeypatch, folder, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "20")  # which cuts no word
     status, out, _ = said(capsys, folder, "--seq", "64", "--gpu-efficiency", "0.5")
+    assert all(word in out for word in ("weights", "fragments", "activations"))
     assert status == 0
     assert "training fits" in out
     assert re.search(r"of its peak 0\.50a ", out)
