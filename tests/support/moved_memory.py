@@ -55,6 +55,8 @@ class Run:
             self.actions.append((*where, draw.choice(ACTIONS), name, draw.choice(keys)))
         if {"parameter: fp32", "parameter: another dtype"} & {action.name for _, _, action, _, _ in self.actions}:
             self.actions = [(*rest, key.replace("master", "exp_avg")) for *rest, key in self.actions]
+        if any(do in UNSEEN for _, _, do, _, _ in self.actions):  # an address would tell of it, by chance
+            self.actions = [one for one in self.actions if one[2] not in FILLED_AGAIN]
         self.errors: list[str] = []
         self.faults: list[str] = []
 
@@ -380,6 +382,9 @@ ACTIONS = [
     Action("both: flat", _reshape(lambda t: t.reshape(-1).clone())),
     Action("both: transposed", _reshape(lambda t: t.t().clone(memory_format=torch.contiguous_format))),
 ]  # fmt: skip
+UNSEEN = [one for one in ACTIONS if one.name.endswith(("through .data", "through numpy"))]
+"""Writes to what no counter counts, which are found when the parameter has a gradient."""
+FILLED_AGAIN = [one for one in ACTIONS if one.name.startswith("free and fill") or one.name.endswith("filled again")]
 
 
 def difference(seed: int, *settings: str) -> str | None:
