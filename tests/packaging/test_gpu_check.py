@@ -367,6 +367,16 @@ def test_gpu_tests_are_found_and_this_is_none_of_them():
         assert any(f"def {name}" in (ROOT / path).read_text() for path in found), name
 
 
+@pytest.mark.subprocess
+def test_device_tests_that_need_no_gpu_pass_where_there_is_one():
+    """What they compute on the CPU takes no kernel that is compiled for the GPU."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
+    words = [*checks._PYTEST, "-p", "support.pretended_gpu", *checks.device_tests(), "-k", "not cuda:0"]
+    (done,) = programs.run([programs.python(*words)], 250.0, {"PYTHONPATH": path})
+    assert done.status == 0, done.output
+    assert done.output.count(" PASSED") > 30
+
+
 @pytest.mark.parametrize(("tests", "count"), [(0, 2), (1, 3), (7, 3), (9, 3)])
 def test_shares_are_all_tests_and_none_twice(tests, count):
     ran = []
