@@ -32,7 +32,11 @@ NO_TESTS = 5
 MOST_SHARES = 8
 """Processes that compile kernels at once; each has a context of its own on the GPU."""
 
-OF_SEVERAL_DEVICES = ["tests/integrations/test_train.py", "tests/distributed/test_one_rank.py"]
+OF_SEVERAL_DEVICES = [
+    "tests/integrations/test_train.py",
+    "tests/distributed/test_one_rank.py",
+    "tests/devices/test_conformance.py",
+]
 """Test modules that take every device there is as a parameter."""
 
 SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_one_launch or test_every_configuration"

@@ -367,6 +367,13 @@ def test_gpu_tests_are_found_and_this_is_none_of_them():
         assert any(f"def {name}" in (ROOT / path).read_text() for path in found), name
 
 
+def test_every_test_that_looks_for_a_gpu_is_run():
+    looking = [path for path in (ROOT / "tests").rglob("test_*.py") if "torch.cuda.is_available()" in path.read_text()]
+    found = {*checks.kernel_tests(), *checks.device_tests(), *checks.OF_SEVERAL_DEVICES}
+    assert {str(path.relative_to(ROOT)) for path in looking} <= found | {str(Path(__file__).relative_to(ROOT))}
+    assert all((ROOT / path).exists() for path in found)
+
+
 @pytest.mark.subprocess
 def test_device_tests_that_need_no_gpu_pass_where_there_is_one():
     """What they compute on the CPU takes no kernel that is compiled for the GPU."""
