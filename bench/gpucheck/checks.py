@@ -95,7 +95,8 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
     environment = {"TRITON_INTERPRET": "1" if context.rehearses else "0", "PYTHONPATH": path}
     counts: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
-    for selection in selections(context):
+    faults: list[Done] = []
+    for selection in selections(context):  # also behind a failed test: the others say where the fault is
         threads = {"OMP_NUM_THREADS": "2"} if len(selection) > 1 else {}  # else each would take all cores
         commands = [python(*_PYTEST, *options) for options in selection]
         ended = context.runner(commands, limit.left, environment | threads)
@@ -104,16 +105,26 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
             failed += re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.output, re.MULTILINE)
         figures: dict[str, Any] = {"tests": dict(counts), "failed": failed}
         words = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "none ran"
-        broken = [done for done in ended if done.status not in (0, None, NO_TESTS)]
-        if broken:
-            figures["output"] = broken[0].output[-20_000:]
-            yield Finding(Outcome.FAILED, f"{words}; {', '.join(failed[:3]) or broken[0].last_line}", figures)
+        faults += [done for done in ended if done.status not in (0, None, NO_TESTS)]
+        if faults:
+            words += f"; {', '.join(failed[:3]) or faults[0].last_line}"
+        late = [done for done in ended if done.status is None]
+        is_over = bool(late)
+        is_wrong = bool(faults) or counts["failed"] + counts["error"] > 0 or not (counts["passed"] or is_over)
+        if faults or late:
+            figures["output"] = [*faults, *late][0].output[-20_000:]
+        if is_over:
+            under_way = [done.last_line for done in late if _is_begun(done.last_line)]
+            words += " when time was over" + bool(under_way) * f", in {', '.join(under_way)}"
+        good = Outcome.SHORTENED if is_over else Outcome.GOOD
+        yield Finding(Outcome.FAILED if is_wrong else good, words, figures)
+        if is_over:
             return
-        if any(done.status is None for done in ended) or counts["failed"] + counts["error"]:
-            is_wrong = counts["failed"] + counts["error"] > 0
-            yield Finding(Outcome.FAILED if is_wrong else Outcome.SHORTENED, f"{words} when time was over", figures)
-            return
-        yield Finding(Outcome.GOOD if counts["passed"] else Outcome.FAILED, words, figures)
+
+
+def _is_begun(line: str) -> bool:
+    """Whether a line of pytest's is of a test that has not ended."""
+    return line.startswith("tests/") and not _RESULT.match(line)
 
 
 def verified_runs(context: Context) -> list[list[str]]:

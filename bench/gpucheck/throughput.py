@@ -74,13 +74,14 @@ def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
     """Measure one program after the other for as long as there is time."""
     rows: list[Row] = []
     failures: list[str] = []
+    outputs: list[str] = []  # of processes that failed or were killed
     todo = requests(context)
 
     def finding(number: int, outcome: Outcome, words: str) -> Finding:
         return Finding(
             Outcome.FAILED if failures else outcome,
             "; ".join([f"{number} of {len(todo)} processes measured{words}", *failures[:1]]),
-            {"rows": rows, "verdicts": list(verdicts(rows))},
+            {"rows": rows, "verdicts": list(verdicts(rows)), "outputs": outputs},
         )
 
     for number, request in enumerate(todo):
@@ -89,6 +90,8 @@ def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
             return
         done = context.run(measuring("throughput", asdict(request)), limit.left)
         rows = with_hidden_shares([*rows, *rows_of(request, done)])
+        if done.status != 0:
+            outputs.append(f"{request.program} over {request.model}:\n{done.output[-20_000:]}")
         if done.status not in (0, None, KILLED):
             failures.append(f"{request.program} over {request.model} ended with {done.status}: {done.last_line}")
         short = any(row.outcome == "not over in time" for row in rows)

@@ -396,6 +396,7 @@ def test_shares_are_all_tests_and_none_twice(tests, count):
 
 
 EMPTY = Done(checks.NO_TESTS, "1 deselected", 0.1)
+DUMPED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File x\n\nExtension modules: y\n"
 
 
 @pytest.mark.parametrize(
@@ -404,6 +405,11 @@ EMPTY = Done(checks.NO_TESTS, "1 deselected", 0.1)
         (lambda share, done: EMPTY if share == "1/2" else done, Outcome.GOOD, "4 passed"),
         (lambda share, done: Done(4, "ERROR: not found", 1.0), Outcome.FAILED, "none ran"),
         (lambda share, done: Done(None, "tests/a::b FAILED\ntests/a::c PASSED", 1.0), Outcome.FAILED, "2 failed"),
+        (
+            lambda share, done: Done(None, f"tests/a::b PASSED\ntests/a::c[d e] {DUMPED}", 1.0),
+            Outcome.SHORTENED,
+            "2 passed when time was over, in tests/a::c[d e], tests/a::c[d e]",
+        ),
         (lambda share, done: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), Outcome.FAILED, "3 skipped"),
     ],
 )
@@ -416,6 +422,21 @@ def test_what_shares_of_the_tests_end_with_is_told(instead, outcome, words):
     assert outcome is Outcome.FAILED or last.detail == words
 
 
+def test_later_tests_run_although_earlier_ones_have_failed():
+    ran = []
+
+    def run(command, seconds):
+        ran.append(command)
+        if "--share" not in command:
+            return Done(0, "tests/b.py::c PASSED", 1.0)
+        return Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0)
+
+    *_, last = checks.tests(Context(runner(run), "cpu", rehearses=True, trace=""), Limit(time.monotonic() + 1000.0))
+    assert len(ran) == 3
+    assert (last.outcome, last.detail) == (Outcome.FAILED, "2 failed, 1 passed; tests/a.py::b, tests/a.py::b")
+    assert "oh" in last.figures["output"]
+
+
 def test_sanitizer_that_has_seen_no_kernel_has_failed(monkeypatch):
     monkeypatch.setattr(checks, "sanitizer_path", lambda: "compute-sanitizer")
     for word, outcome in (("SKIPPED", Outcome.FAILED), ("PASSED", Outcome.GOOD)):
@@ -425,7 +446,48 @@ def test_sanitizer_that_has_seen_no_kernel_has_failed(monkeypatch):
 
 
 def test_line_in_which_a_program_was_killed_is_left_out():
-    assert Done(None, f"{MARK}{{}}\n{MARK}{{", 1.0).lines(MARK) == [{}]
+    for end in ("", DUMPED):
+        assert Done(None, f"{MARK}{{}}\n{MARK}{{{end}", 1.0).lines(MARK) == [{}]
+
+
+CUDA_ERROR = """before
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+
+KeyError: 'inner'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+    c()
+    ^^^
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+nanobind: leaked 4 instances!
+"""
+
+
+@pytest.mark.parametrize(
+    ("done", "line"),
+    [
+        (Done(1, CUDA_ERROR, 1.0), "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
+        (Done(1, "one\n two \n\n", 1.0), "two"),
+        (Done(None, f"one\ntwo\n{DUMPED}", 1.0), "two"),
+        (Done(-6, f"one\n{DUMPED}", 1.0), "Extension modules: y"),
+        (Done(0, "", 1.0), "no output"),
+    ],
+)
+def test_line_that_says_what_went_wrong(done, line):
+    assert done.last_line == line
+
+
+def test_output_of_a_process_that_failed_is_kept(tmp_path):
+    _, stages, _ = check(tmp_path, but(sides.OVERLAPPED, lambda _: Done(1, CUDA_ERROR, 1.0)))
+    assert "illegal memory access" in stages["throughput"]["detail"]
+    assert stages["throughput"]["figures"]["outputs"] == [f"{sides.OVERLAPPED} over tiny:\n{CUDA_ERROR}"]
 
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
@@ -454,6 +516,7 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path):
     (done,) = programs.run([[sys.executable, "-c", code]], 6.0, {})
     assert time.monotonic() - begin < 30.0
     assert (done.status, done.last_line) == (None, "first line")
+    assert 'File "<string>", line 1 in <module>' in done.output  # where it waited
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""  # nobody has it open any more
     assert time.monotonic() - begin < 36.0
