@@ -23,6 +23,7 @@ from gpucheck.programs import MARK, Done, measuring, tell
 from gpucheck.rows import Row
 from gpucheck.sides import ALONE, ON_DEVICE, ON_HOST, OVERLAPPED, PROGRAMS, SWEEP, PlacementRefusedError, Side
 from gpucheck.verdicts import verdicts, with_hidden_shares
+from superadam.kernels.torch_private import is_short_of_memory
 
 FEWEST, MOST = 3, 15
 """Timed steps of each trial; their median counts."""
@@ -143,7 +144,7 @@ def _why_not(error: BaseException) -> dict[str, Any]:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+        if is_short_of_memory(cause):  # pinned memory, too, of which torch says so in words alone
             return {"outcome": "does not fit", "detail": str(error)}
         if isinstance(cause, PlacementRefusedError):
             return {"outcome": "refused", "detail": str(cause)}

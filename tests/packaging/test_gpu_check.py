@@ -275,6 +275,11 @@ def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
     with pytest.raises(RuntimeError, match="broken"):
         throughput.measure(both)
 
+    pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    monkeypatch.setattr(throughput, "build_model", Mock(side_effect=pinned))
+    throughput.measure(both)
+    assert set(rows(Done(0, capsys.readouterr().out, 1.0)).values()) == {fits_not}
+
 
 def measured(side: str, seconds: float, **figures: Any) -> Row:
     return Row("m", 1, 1000, side, step_seconds=seconds, tokens_per_second=1000 / seconds, **figures)
