@@ -112,7 +112,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_late(process: subprocess.Popen[bytes]) -> None:
-    """Do the same where its time is over; before, Python tells where its threads are: perhaps they will wait forever."""
+    """Do the same where its time is over, once Python has told where its threads are: they may wait forever."""
     with contextlib.suppress(OSError):
         resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))  # which would be as large as its memory
         os.kill(process.pid, signal.SIGABRT)

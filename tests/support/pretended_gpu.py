@@ -1,10 +1,10 @@
-"""A pytest plugin: a machine without a GPU says that it has one, for which kernels are compiled; no tensor gets there."""
+"""A pytest plugin: a machine without a GPU says that it has one, for which kernels are compiled, but not launched."""
 
 import os
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-import torch  # noqa: E402
+import torch
 
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
