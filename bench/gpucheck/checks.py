@@ -112,7 +112,7 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
         is_over = bool(late)
         is_wrong = bool(faults) or counts["failed"] + counts["error"] > 0 or not (counts["passed"] or is_over)
         if faults or late:
-            figures["output"] = [*faults, *late][0].output[-20_000:]
+            figures["output"] = [*faults, *late][0].ends
         if is_over:
             under_way = [done.last_line for done in late if _is_begun(done.last_line)]
             words += " when time was over" + bool(under_way) * f", in {', '.join(under_way)}"
@@ -149,7 +149,7 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
                 words += ["--trace", context.trace]
             done = context.run(python(*words), limit.left)
             if done.status is None:
-                outcome = Outcome.SHORTENED if details else Outcome.LEFT_OUT
+                outcome, figures["output"] = Outcome.SHORTENED if details else Outcome.LEFT_OUT, done.ends
                 yield Finding(outcome, "; ".join([*details, "a run was not over in time"]), figures)
                 return
             found = json.loads(report.read_text()) if report.exists() else {}
@@ -157,7 +157,7 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
             wrong = what_is_wrong(done, found)
             details.append(wrong or _praise(found))
             if wrong:
-                figures["output"] = done.output[-20_000:]
+                figures["output"] = done.ends
                 yield Finding(Outcome.FAILED, "; ".join(details), figures)
                 return
             yield Finding(Outcome.GOOD, "; ".join(details), figures)
@@ -210,9 +210,9 @@ def sanitized(context: Context, limit: Limit) -> Iterator[Finding]:
         results[tool] = "not over in time" if done.status is None else (summary or [done.last_line])[-1]
         words = "; ".join(f"{name}: {result}" for name, result in results.items())
         if done.status is None:
-            yield Finding(Outcome.SHORTENED, words, {"tools": results})
+            yield Finding(Outcome.SHORTENED, words, {"tools": results, "output": done.ends})
             return
         if done.status or "PASSED" not in done.output:  # or all were skipped
-            yield Finding(Outcome.FAILED, words, {"tools": results, "output": done.output[-20_000:]})
+            yield Finding(Outcome.FAILED, words, {"tools": results, "output": done.ends})
             return
         yield Finding(Outcome.GOOD, words, {"tools": results})

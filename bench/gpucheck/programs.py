@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu_check.py"
 
 
+MOST_OUTPUT = 20_000
+"""Characters of either end of an output that results keep: after an error of CUDA's everything else fails, too."""
+
 LAST_SECONDS = 2.0
 """For a program whose time is over to tell where its threads are."""
 
@@ -56,6 +59,14 @@ class Done:
         """
         raised = _RAISED.findall(self._told)
         return raised[-1] if raised else next(filter(None, map(str.strip, self._told.splitlines()[::-1])), "no output")
+
+    @property
+    def ends(self) -> str:
+        """The output without its middle where that is long, as what failed first and last is at its ends."""
+        left_out = len(self.output) - 2 * MOST_OUTPUT
+        if left_out <= 0:
+            return self.output
+        return f"{self.output[:MOST_OUTPUT]}\n[{left_out:,} characters]\n{self.output[-MOST_OUTPUT:]}"
 
     def lines(self, prefix: str) -> list[dict[str, Any]]:
         """Return what `measure` has printed so far, without a line that it was killed in."""

@@ -92,7 +92,7 @@ def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
         done = context.run(measuring("throughput", asdict(request)), limit.left)
         rows = with_hidden_shares([*rows, *rows_of(request, done)])
         if done.status != 0:
-            outputs.append(f"{request.program} over {request.model}:\n{done.output[-20_000:]}")
+            outputs.append(f"{request.program} over {request.model}:\n{done.ends}")
         if done.status not in (0, None, KILLED):
             failures.append(f"{request.program} over {request.model} ended with {done.status}: {done.last_line}")
         short = any(row.outcome == "not over in time" for row in rows)

@@ -173,12 +173,14 @@ def test_what_is_not_over_in_time_is_said(tmp_path):
     def run(command, seconds):
         assert seconds >= 0.0
         cut.append(kind_of(command))
-        return Done(None, "", seconds)
+        return Done(None, DUMPED, seconds)
 
     status, stages, outcomes = check(tmp_path, run)
     assert status == 0
     assert outcomes == {**dict.fromkeys(STAGES, "shortened"), "verification": "left out", "sanitizer": "left out"}
+    assert all(DUMPED in str(stages[name]["figures"]["output"]) for name in ("tests", "verification", "rates"))
     figures = stages["throughput"]["figures"]
+    assert all(output.endswith(DUMPED) for output in figures["outputs"])
     assert {row["outcome"] for row in figures["rows"]} == {"not over in time"}
     assert {verdict["answer"] for verdict in figures["verdicts"]} == {"unknown"}
     assert len(cut) == 5 + len(sides.PROGRAMS)
@@ -487,6 +489,15 @@ nanobind: leaked 4 instances!
 )
 def test_line_that_says_what_went_wrong(done, line):
     assert done.last_line == line
+
+
+def test_both_ends_of_an_output_are_kept():
+    most = programs.MOST_OUTPUT
+    assert Done(1, "a" * 2 * most, 1.0).ends == "a" * 2 * most
+    ends = Done(1, f"first{'b' * 3 * most}last", 1.0).ends
+    assert ends.startswith("firstb")
+    assert ends.endswith("blast")
+    assert f"b\n[{most + 9:,} characters]\nb" in ends
 
 
 def test_output_of_a_process_that_failed_is_kept(tmp_path):
