@@ -72,16 +72,18 @@ def _files(pattern: str) -> list[str]:
 def selections(context: Context) -> list[list[list[str]]]:
     """Return the options of the pytest processes that run all tests which need a GPU: those of each list run at once.
 
-    First those of the kernels, shared out, so that many compile at once on a cold cache; then, with that cache and the
-    machine to themselves, those that look at time and memory.
+    First those of the kernels, shared out, so that many compile at once on a cold cache, and with them the modules that
+    take every device; then, with that cache and the machine to themselves, those that look at time and memory.
     """
     if context.rehearses:
         return [[[REHEARSED_TEST, *_SHARED, "--share", f"{number}/2"] for number in range(2)], [[REHEARSED_TEST]]]
     shares = max(1, min(MOST_SHARES, len(os.sched_getaffinity(0)) // 2))
     return [
-        [[*kernel_tests(), *_SHARED, "--share", f"{number}/{shares}"] for number in range(shares)],
+        [
+            [*OF_SEVERAL_DEVICES, "-k", "cuda"],
+            *([*kernel_tests(), *_SHARED, "--share", f"{number}/{shares}"] for number in range(shares)),
+        ],
         [device_tests()],
-        [[*OF_SEVERAL_DEVICES, "-k", "cuda"]],
     ]
 
 

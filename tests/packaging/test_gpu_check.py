@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -378,6 +379,8 @@ def test_every_test_that_looks_for_a_gpu_is_run():
     looking = [path for path in (ROOT / "tests").rglob("test_*.py") if "torch.cuda.is_available()" in path.read_text()]
     found = {*checks.kernel_tests(), *checks.device_tests(), *checks.OF_SEVERAL_DEVICES}
     assert {str(path.relative_to(ROOT)) for path in looking} <= found | {str(Path(__file__).relative_to(ROOT))}
+    commands = itertools.chain(*checks.selections(Context(Mock(), "cuda", rehearses=False, trace="")))
+    assert found == {word for command in commands for word in command if word.startswith("tests/")}
     assert all((ROOT / path).exists() for path in found)
 
 
