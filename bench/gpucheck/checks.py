@@ -32,7 +32,11 @@ NO_TESTS = 5
 MOST_SHARES = 8
 """Processes that compile kernels at once; each has a context of its own on the GPU."""
 
-OF_SEVERAL_DEVICES = ["tests/integrations/test_train.py", "tests/distributed/test_one_rank.py"]
+OF_SEVERAL_DEVICES = [
+    "tests/integrations/test_train.py",
+    "tests/distributed/test_one_rank.py",
+    "tests/devices/test_conformance.py",
+]
 """Test modules that take every device there is as a parameter."""
 
 SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_one_launch or test_every_configuration"
@@ -68,16 +72,18 @@ def _files(pattern: str) -> list[str]:
 def selections(context: Context) -> list[list[list[str]]]:
     """Return the options of the pytest processes that run all tests which need a GPU: those of each list run at once.
 
-    First those of the kernels, shared out, so that many compile at once on a cold cache; then, with that cache and the
-    machine to themselves, those that look at time and memory.
+    First those of the kernels, shared out, so that many compile at once on a cold cache, and with them the modules that
+    take every device; then, with that cache and the machine to themselves, those that look at time and memory.
     """
     if context.rehearses:
         return [[[REHEARSED_TEST, *_SHARED, "--share", f"{number}/2"] for number in range(2)], [[REHEARSED_TEST]]]
     shares = max(1, min(MOST_SHARES, len(os.sched_getaffinity(0)) // 2))
     return [
-        [[*kernel_tests(), *_SHARED, "--share", f"{number}/{shares}"] for number in range(shares)],
+        [
+            [*OF_SEVERAL_DEVICES, "-k", "cuda"],
+            *([*kernel_tests(), *_SHARED, "--share", f"{number}/{shares}"] for number in range(shares)),
+        ],
         [device_tests()],
-        [[*OF_SEVERAL_DEVICES, "-k", "cuda"]],
     ]
 
 
@@ -91,7 +97,8 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
     environment = {"TRITON_INTERPRET": "1" if context.rehearses else "0", "PYTHONPATH": path}
     counts: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
-    for selection in selections(context):
+    faults: list[Done] = []
+    for selection in selections(context):  # also behind a failed test: the others say where the fault is
         threads = {"OMP_NUM_THREADS": "2"} if len(selection) > 1 else {}  # else each would take all cores
         commands = [python(*_PYTEST, *options) for options in selection]
         ended = context.runner(commands, limit.left, environment | threads)
@@ -100,16 +107,26 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
             failed += re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.output, re.MULTILINE)
         figures: dict[str, Any] = {"tests": dict(counts), "failed": failed}
         words = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "none ran"
-        broken = [done for done in ended if done.status not in (0, None, NO_TESTS)]
-        if broken:
-            figures["output"] = broken[0].output[-20_000:]
-            yield Finding(Outcome.FAILED, f"{words}; {', '.join(failed[:3]) or broken[0].last_line}", figures)
+        faults += [done for done in ended if done.status not in (0, None, NO_TESTS)]
+        if faults:
+            words += f"; {', '.join(failed[:3]) or faults[0].last_line}"
+        late = [done for done in ended if done.status is None]
+        is_over = bool(late)
+        is_wrong = bool(faults) or counts["failed"] + counts["error"] > 0 or not (counts["passed"] or is_over)
+        if faults or late:
+            figures["output"] = [*faults, *late][0].ends
+        if is_over:
+            under_way = [done.last_line for done in late if _is_begun(done.last_line)]
+            words += " when time was over" + bool(under_way) * f", in {', '.join(under_way)}"
+        good = Outcome.SHORTENED if is_over else Outcome.GOOD
+        yield Finding(Outcome.FAILED if is_wrong else good, words, figures)
+        if is_over:
             return
-        if any(done.status is None for done in ended) or counts["failed"] + counts["error"]:
-            is_wrong = counts["failed"] + counts["error"] > 0
-            yield Finding(Outcome.FAILED if is_wrong else Outcome.SHORTENED, f"{words} when time was over", figures)
-            return
-        yield Finding(Outcome.GOOD if counts["passed"] else Outcome.FAILED, words, figures)
+
+
+def _is_begun(line: str) -> bool:
+    """Whether a line of pytest's is of a test that has not ended."""
+    return line.startswith("tests/") and not _RESULT.match(line)
 
 
 def verified_runs(context: Context) -> list[list[str]]:
@@ -134,7 +151,7 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
                 words += ["--trace", context.trace]
             done = context.run(python(*words), limit.left)
             if done.status is None:
-                outcome = Outcome.SHORTENED if details else Outcome.LEFT_OUT
+                outcome, figures["output"] = Outcome.SHORTENED if details else Outcome.LEFT_OUT, done.ends
                 yield Finding(outcome, "; ".join([*details, "a run was not over in time"]), figures)
                 return
             found = json.loads(report.read_text()) if report.exists() else {}
@@ -142,7 +159,7 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
             wrong = what_is_wrong(done, found)
             details.append(wrong or _praise(found))
             if wrong:
-                figures["output"] = done.output[-20_000:]
+                figures["output"] = done.ends
                 yield Finding(Outcome.FAILED, "; ".join(details), figures)
                 return
             yield Finding(Outcome.GOOD, "; ".join(details), figures)
@@ -195,9 +212,9 @@ def sanitized(context: Context, limit: Limit) -> Iterator[Finding]:
         results[tool] = "not over in time" if done.status is None else (summary or [done.last_line])[-1]
         words = "; ".join(f"{name}: {result}" for name, result in results.items())
         if done.status is None:
-            yield Finding(Outcome.SHORTENED, words, {"tools": results})
+            yield Finding(Outcome.SHORTENED, words, {"tools": results, "output": done.ends})
             return
         if done.status or "PASSED" not in done.output:  # or all were skipped
-            yield Finding(Outcome.FAILED, words, {"tools": results, "output": done.output[-20_000:]})
+            yield Finding(Outcome.FAILED, words, {"tools": results, "output": done.ends})
             return
         yield Finding(Outcome.GOOD, words, {"tools": results})

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -25,13 +26,23 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu_check.py"
 
 
+MOST_OUTPUT = 20_000
+"""Characters of either end of an output that results keep: after an error of CUDA's everything else fails, too."""
+
+LAST_SECONDS = 2.0
+"""For a program whose time is over to tell where its threads are."""
+
+_DUMP = "Fatal Python error: Aborted"
+_RAISED = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)", re.MULTILINE)
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """A program that has ended.
 
     Attributes:
         status: its exit status, negative for a signal; None if its time was over and it was killed.
-        output: what it wrote, to either stream.
+        output: what it wrote, to either stream; of Python that was killed, where all of its threads were in the end.
         seconds: how long it ran.
     """
 
@@ -41,12 +52,31 @@ class Done:
 
     @property
     def last_line(self) -> str:
-        """The last line that is not empty: where programs say what went wrong."""
-        return next((line.strip() for line in reversed(self.output.splitlines()) if line.strip()), "no output")
+        """The line in which a program says what went wrong.
+
+        That is the first line of the error that Python raised last, as others of CUDA's errors, and libraries at the
+        end of a program, say nothing of it. Without one it is the last that is not empty.
+        """
+        raised = _RAISED.findall(self._told)
+        return raised[-1] if raised else next(filter(None, map(str.strip, self._told.splitlines()[::-1])), "no output")
+
+    @property
+    def ends(self) -> str:
+        """The output without its middle where that is long, as what failed first and last is at its ends."""
+        left_out = len(self.output) - 2 * MOST_OUTPUT
+        if left_out <= 0:
+            return self.output
+        return f"{self.output[:MOST_OUTPUT]}\n[{left_out:,} characters]\n{self.output[-MOST_OUTPUT:]}"
 
     def lines(self, prefix: str) -> list[dict[str, Any]]:
         """Return what `measure` has printed so far, without a line that it was killed in."""
-        return [json.loads(line) for line in re.findall(rf"^{re.escape(prefix)}(.*)\n", self.output, re.MULTILINE)]
+        return [json.loads(line) for line in re.findall(rf"^{re.escape(prefix)}(.*)\n", self._told, re.MULTILINE)]
+
+    @property
+    def _told(self) -> str:
+        """The output until the program was killed."""
+        before, dump, _ = self.output.rpartition(_DUMP)
+        return before if dump and self.status is None else self.output
 
 
 Runner = Callable[[Sequence[Sequence[str]], float, Mapping[str, str]], list[Done]]
@@ -67,7 +97,7 @@ def run(commands: Sequence[Sequence[str]], seconds: float, environment: Mapping[
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONSAFEPATH": "1", **environment},
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1", **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -78,7 +108,8 @@ def run(commands: Sequence[Sequence[str]], seconds: float, environment: Mapping[
             status: int | None = None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0.0, begin + seconds - time.monotonic()))
-            _end(process)
+            if status is None:
+                _end_late(process)
             output.seek(0)
             done.append(Done(status, output.read(), time.monotonic() - begin))
     return done
@@ -89,6 +120,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _end_late(process: subprocess.Popen[bytes]) -> None:
+    """Do the same where its time is over, once Python has told where its threads are: they may wait forever."""
+    with contextlib.suppress(OSError):
+        resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))  # which would be as large as its memory
+        os.kill(process.pid, signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_SECONDS)
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def python(*words: str) -> list[str]:

@@ -90,11 +90,9 @@ def rates(context: Context, limit: Limit) -> Iterator[Finding]:
     if missing:
         words = f"{words or 'no kernel measured'}; not {', '.join(missing)}"
     if done.status is None:
-        yield Finding(Outcome.SHORTENED, f"{words} when time was over", figures)
+        yield Finding(Outcome.SHORTENED, f"{words} when time was over", figures | {"output": done.ends})
     elif done.status:
-        yield Finding(
-            Outcome.FAILED, f"status {done.status}: {done.last_line}", figures | {"output": done.output[-20_000:]}
-        )
+        yield Finding(Outcome.FAILED, f"status {done.status}: {done.last_line}", figures | {"output": done.ends})
     else:
         yield Finding(Outcome.SHORTENED if missing else Outcome.GOOD, words, figures)
 

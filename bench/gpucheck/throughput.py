@@ -23,6 +23,7 @@ from gpucheck.programs import MARK, Done, measuring, tell
 from gpucheck.rows import Row
 from gpucheck.sides import ALONE, ON_DEVICE, ON_HOST, OVERLAPPED, PROGRAMS, SWEEP, PlacementRefusedError, Side
 from gpucheck.verdicts import verdicts, with_hidden_shares
+from superadam.kernels.torch_private import is_short_of_memory
 
 FEWEST, MOST = 3, 15
 """Timed steps of each trial; their median counts."""
@@ -74,13 +75,14 @@ def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
     """Measure one program after the other for as long as there is time."""
     rows: list[Row] = []
     failures: list[str] = []
+    outputs: list[str] = []  # of processes that failed or were killed
     todo = requests(context)
 
     def finding(number: int, outcome: Outcome, words: str) -> Finding:
         return Finding(
             Outcome.FAILED if failures else outcome,
             "; ".join([f"{number} of {len(todo)} processes measured{words}", *failures[:1]]),
-            {"rows": rows, "verdicts": list(verdicts(rows))},
+            {"rows": rows, "verdicts": list(verdicts(rows)), "outputs": outputs},
         )
 
     for number, request in enumerate(todo):
@@ -89,6 +91,8 @@ def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
             return
         done = context.run(measuring("throughput", asdict(request)), limit.left)
         rows = with_hidden_shares([*rows, *rows_of(request, done)])
+        if done.status != 0:
+            outputs.append(f"{request.program} over {request.model}:\n{done.ends}")
         if done.status not in (0, None, KILLED):
             failures.append(f"{request.program} over {request.model} ended with {done.status}: {done.last_line}")
         short = any(row.outcome == "not over in time" for row in rows)
@@ -140,7 +144,7 @@ def _why_not(error: BaseException) -> dict[str, Any]:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+        if is_short_of_memory(cause):  # pinned memory, too, of which torch says so in words alone
             return {"outcome": "does not fit", "detail": str(error)}
         if isinstance(cause, PlacementRefusedError):
             return {"outcome": "refused", "detail": str(cause)}

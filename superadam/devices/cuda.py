@@ -75,6 +75,8 @@ class CudaDevice(Device):
         """Keep memory of tensors, which may belong to any stream, until this one has passed its present end."""
         used_by = self._stream(stream)
         for tensor in tensors:
+            if tensor.is_neg():  # lazily: torch raises an error after it has recorded a copy
+                tensor = tensor.new_empty(0).set_(tensor.untyped_storage())
             tensor.record_stream(used_by)  # does nothing where it is that stream's
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -173,12 +174,14 @@ def test_what_is_not_over_in_time_is_said(tmp_path):
     def run(command, seconds):
         assert seconds >= 0.0
         cut.append(kind_of(command))
-        return Done(None, "", seconds)
+        return Done(None, DUMPED, seconds)
 
     status, stages, outcomes = check(tmp_path, run)
     assert status == 0
     assert outcomes == {**dict.fromkeys(STAGES, "shortened"), "verification": "left out", "sanitizer": "left out"}
+    assert all(DUMPED in str(stages[name]["figures"]["output"]) for name in ("tests", "verification", "rates"))
     figures = stages["throughput"]["figures"]
+    assert all(output.endswith(DUMPED) for output in figures["outputs"])
     assert {row["outcome"] for row in figures["rows"]} == {"not over in time"}
     assert {verdict["answer"] for verdict in figures["verdicts"]} == {"unknown"}
     assert len(cut) == 5 + len(sides.PROGRAMS)
@@ -275,6 +278,11 @@ def test_memory_that_does_not_suffice_is_a_row(monkeypatch, capsys):
     with pytest.raises(RuntimeError, match="broken"):
         throughput.measure(both)
 
+    pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    monkeypatch.setattr(throughput, "build_model", Mock(side_effect=pinned))
+    throughput.measure(both)
+    assert set(rows(Done(0, capsys.readouterr().out, 1.0)).values()) == {fits_not}
+
 
 def measured(side: str, seconds: float, **figures: Any) -> Row:
     return Row("m", 1, 1000, side, step_seconds=seconds, tokens_per_second=1000 / seconds, **figures)
@@ -367,6 +375,25 @@ def test_gpu_tests_are_found_and_this_is_none_of_them():
         assert any(f"def {name}" in (ROOT / path).read_text() for path in found), name
 
 
+def test_every_test_that_looks_for_a_gpu_is_run():
+    looking = [path for path in (ROOT / "tests").rglob("test_*.py") if "torch.cuda.is_available()" in path.read_text()]
+    found = {*checks.kernel_tests(), *checks.device_tests(), *checks.OF_SEVERAL_DEVICES}
+    assert {str(path.relative_to(ROOT)) for path in looking} <= found | {str(Path(__file__).relative_to(ROOT))}
+    commands = itertools.chain(*checks.selections(Context(Mock(), "cuda", rehearses=False, trace="")))
+    assert found == {word for command in commands for word in command if word.startswith("tests/")}
+    assert all((ROOT / path).exists() for path in found)
+
+
+@pytest.mark.subprocess
+def test_device_tests_that_need_no_gpu_pass_where_there_is_one():
+    """What they compute on the CPU takes no kernel that is compiled for the GPU."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
+    words = [*checks._PYTEST, "-p", "support.pretended_gpu", *checks.device_tests(), "-k", "not cuda:0"]
+    (done,) = programs.run([programs.python(*words)], 250.0, {"PYTHONPATH": path})
+    assert done.status == 0, done.output
+    assert done.output.count(" PASSED") > 30
+
+
 @pytest.mark.parametrize(("tests", "count"), [(0, 2), (1, 3), (7, 3), (9, 3)])
 def test_shares_are_all_tests_and_none_twice(tests, count):
     ran = []
@@ -379,6 +406,7 @@ def test_shares_are_all_tests_and_none_twice(tests, count):
 
 
 EMPTY = Done(checks.NO_TESTS, "1 deselected", 0.1)
+DUMPED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File x\n\nExtension modules: y\n"
 
 
 @pytest.mark.parametrize(
@@ -387,6 +415,11 @@ EMPTY = Done(checks.NO_TESTS, "1 deselected", 0.1)
         (lambda share, done: EMPTY if share == "1/2" else done, Outcome.GOOD, "4 passed"),
         (lambda share, done: Done(4, "ERROR: not found", 1.0), Outcome.FAILED, "none ran"),
         (lambda share, done: Done(None, "tests/a::b FAILED\ntests/a::c PASSED", 1.0), Outcome.FAILED, "2 failed"),
+        (
+            lambda share, done: Done(None, f"tests/a::b PASSED\ntests/a::c[d e] {DUMPED}", 1.0),
+            Outcome.SHORTENED,
+            "2 passed when time was over, in tests/a::c[d e], tests/a::c[d e]",
+        ),
         (lambda share, done: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), Outcome.FAILED, "3 skipped"),
     ],
 )
@@ -399,6 +432,21 @@ def test_what_shares_of_the_tests_end_with_is_told(instead, outcome, words):
     assert outcome is Outcome.FAILED or last.detail == words
 
 
+def test_later_tests_run_although_earlier_ones_have_failed():
+    ran = []
+
+    def run(command, seconds):
+        ran.append(command)
+        if "--share" not in command:
+            return Done(0, "tests/b.py::c PASSED", 1.0)
+        return Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0)
+
+    *_, last = checks.tests(Context(runner(run), "cpu", rehearses=True, trace=""), Limit(time.monotonic() + 1000.0))
+    assert len(ran) == 3
+    assert (last.outcome, last.detail) == (Outcome.FAILED, "2 failed, 1 passed; tests/a.py::b, tests/a.py::b")
+    assert "oh" in last.figures["output"]
+
+
 def test_sanitizer_that_has_seen_no_kernel_has_failed(monkeypatch):
     monkeypatch.setattr(checks, "sanitizer_path", lambda: "compute-sanitizer")
     for word, outcome in (("SKIPPED", Outcome.FAILED), ("PASSED", Outcome.GOOD)):
@@ -408,7 +456,57 @@ def test_sanitizer_that_has_seen_no_kernel_has_failed(monkeypatch):
 
 
 def test_line_in_which_a_program_was_killed_is_left_out():
-    assert Done(None, f"{MARK}{{}}\n{MARK}{{", 1.0).lines(MARK) == [{}]
+    for end in ("", DUMPED):
+        assert Done(None, f"{MARK}{{}}\n{MARK}{{{end}", 1.0).lines(MARK) == [{}]
+
+
+CUDA_ERROR = """before
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+
+KeyError: 'inner'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+    c()
+    ^^^
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+nanobind: leaked 4 instances!
+"""
+
+
+@pytest.mark.parametrize(
+    ("done", "line"),
+    [
+        (Done(1, CUDA_ERROR, 1.0), "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
+        (Done(1, "one\n two \n\n", 1.0), "two"),
+        (Done(None, f"one\ntwo\n{DUMPED}", 1.0), "two"),
+        (Done(-6, f"one\n{DUMPED}", 1.0), "Extension modules: y"),
+        (Done(0, "", 1.0), "no output"),
+    ],
+)
+def test_line_that_says_what_went_wrong(done, line):
+    assert done.last_line == line
+
+
+def test_both_ends_of_an_output_are_kept():
+    most = programs.MOST_OUTPUT
+    assert Done(1, "a" * 2 * most, 1.0).ends == "a" * 2 * most
+    ends = Done(1, f"first{'b' * 3 * most}last", 1.0).ends
+    assert ends.startswith("firstb")
+    assert ends.endswith("blast")
+    assert f"b\n[{most + 9:,} characters]\nb" in ends
+
+
+def test_output_of_a_process_that_failed_is_kept(tmp_path):
+    _, stages, _ = check(tmp_path, but(sides.OVERLAPPED, lambda _: Done(1, CUDA_ERROR, 1.0)))
+    assert "illegal memory access" in stages["throughput"]["detail"]
+    assert stages["throughput"]["figures"]["outputs"] == [f"{sides.OVERLAPPED} over tiny:\n{CUDA_ERROR}"]
 
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
@@ -437,6 +535,7 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path):
     (done,) = programs.run([[sys.executable, "-c", code]], 6.0, {})
     assert time.monotonic() - begin < 30.0
     assert (done.status, done.last_line) == (None, "first line")
+    assert 'File "<string>", line 1 in <module>' in done.output  # where it waited
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""  # nobody has it open any more
     assert time.monotonic() - begin < 36.0

@@ -65,6 +65,11 @@ class FakeCuda:
     def get_device_properties(self, device: object) -> SimpleNamespace:
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
 
+    def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
+        if tensor.is_neg():  # whose memory torch clones, and then looks for a result in vain
+            raise RuntimeError("Expected Tensor but got None")
+        self.log.append(("record_stream", stream.name))
+
     # the runtime, of which torch has no Python code to check against
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
@@ -153,5 +158,5 @@ def fake_cuda() -> Iterator[FakeCuda]:
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
         for name in ("memory_reserved", "max_memory_allocated"):
             patch.setattr(torch.cuda, name, lambda device: 0)
-        patch.setattr(Tensor, "record_stream", lambda _, stream: cuda.log.append(("record_stream", stream.name)))
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: cuda.record_stream(tensor, stream))
         yield cuda
