@@ -1,4 +1,4 @@
-"""The picture of a check: tokens per second of each optimizer, its memory, and the placements of the sweep.
+"""The picture of a check: tokens per second of each optimizer, and its memory; placements of the sweep are in tables.
 
 Owns everything that is drawn. It needs matplotlib, without a display.
 """
@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 
 from gpucheck.report import Results
 from gpucheck.rows import MEASURED, Row
-from gpucheck.sides import ALONE, AUTO, ON_DEVICE, OVERLAPPED, SIDES, SWEPT
+from gpucheck.sides import ALONE, ON_DEVICE, SIDES
 from gpucheck.verdicts import LEAST_RATE
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.
 _COLOURS = dict(zip(SIDES, ("#999999", "#009E73", "#E69F00", "#0072B2", "#D55E00"), strict=True))
 
-_QUANTITIES = ("tokens/s", "GB at most:\nGPU, above it host (pale)", "s/step by placement")
+_QUANTITIES = ("tokens/s", "GB at most:\nGPU, above it host (pale)")
 
 
 def write(results: Results, path: Path) -> bool:
@@ -34,12 +34,11 @@ def write(results: Results, path: Path) -> bool:
 def _drawn(results: Results) -> Figure:
     models = list(dict.fromkeys(row.model for row in results.rows))
     figure = Figure(figsize=(11, 10), dpi=150, facecolor="white", layout="constrained")
-    columns = figure.subplots(3, len(models), height_ratios=(4, 2, 2), squeeze=False).T
-    for model, (upper, middle, lower) in zip(models, columns, strict=True):
-        rows = [row for row in results.rows if row.model == model]
-        _draw_rates(upper, [row for row in rows if row.side in SIDES])
-        _draw_memory(middle, [row for row in rows if row.side in SIDES])
-        _draw_placements(lower, [row for row in rows if row.side in SWEPT])
+    columns = figure.subplots(2, len(models), height_ratios=(2, 1), squeeze=False).T
+    for model, (upper, lower) in zip(models, columns, strict=True):
+        rows = [row for row in results.rows if row.model == model and row.side in SIDES]
+        _draw_rates(upper, rows)
+        _draw_memory(lower, rows)
     for axes, name in zip(columns[0], _QUANTITIES, strict=True):
         axes.set_ylabel(name)
     title = f"superadam on {results.device}, {results.date[:10]}"
@@ -48,25 +47,22 @@ def _drawn(results: Results) -> Figure:
     return figure
 
 
-def _places(axes: Axes, rows: list[Row], sides: tuple[str, ...]) -> list[tuple[Row, float, float]]:
+def _places(axes: Axes, rows: list[Row]) -> list[tuple[Row, float, float]]:
     """Name the workloads below a plot, and return each row with the middle and the width of its bar."""
     groups = sorted({row.workload for row in rows})
     axes.set_xticks(range(len(groups)), [f"{model}\n{batch} x {seq} tokens" for model, batch, seq in groups])
     axes.set_xlim(-0.5, len(groups) - 0.5)
-    width = 0.8 / len(sides)
-    middle = (len(sides) - 1) / 2
-    return [(row, groups.index(row.workload) + (sides.index(row.side) - middle) * width, width) for row in rows]
-
-
-def _name(axes: Axes, at: float, words: str) -> None:
-    axes.annotate(words, (at, 0), (0, 4), textcoords="offset points", rotation=90, ha="center", fontsize=8)
+    width = 0.8 / len(SIDES)
+    middle = (len(SIDES) - 1) / 2
+    return [(row, groups.index(row.workload) + (SIDES.index(row.side) - middle) * width, width) for row in rows]
 
 
 def _draw_rates(axes: Axes, rows: list[Row]) -> None:
     """Draw tokens per second, hidden shares above them, the bound, and the names of what was not measured."""
-    for row, at, width in _places(axes, rows, SIDES):
+    for row, at, width in _places(axes, rows):
         if row.outcome != MEASURED:
-            _name(axes, at, f"{row.side}: {row.outcome}")
+            words = f"{row.side}: {row.outcome}"
+            axes.annotate(words, (at, 0), (0, 4), textcoords="offset points", rotation=90, ha="center", fontsize=8)
             continue
         rate = row.tokens_per_second
         axes.bar(at, rate, width, color=_COLOURS[row.side], hatch="//" if row.side == ALONE else None)
@@ -84,20 +80,7 @@ def _draw_rates(axes: Axes, rows: list[Row]) -> None:
 
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
     """Draw the most memory of GPU and host."""
-    for row, at, width in _places(axes, rows, SIDES):
+    for row, at, width in _places(axes, rows):
         device, host = (row.peak_device_bytes or 0) / 1e9, (row.peak_host_bytes or 0) / 1e9
         axes.bar(at, device, width, color=_COLOURS[row.side])
         axes.bar(at, host, width, bottom=device, color=_COLOURS[row.side], alpha=0.4)
-
-
-def _draw_placements(axes: Axes, rows: list[Row]) -> None:
-    """Draw the time of a step for each placement, each with its name in its bar."""
-    if not rows:
-        axes.text(0.5, 0.5, "placements were not measured", ha="center", transform=axes.transAxes)
-        return
-    for row, at, width in _places(axes, rows, SWEPT):
-        name = row.side.partition(", ")[2]
-        if row.outcome == MEASURED:
-            alpha = 1.0 if row.side == AUTO else 0.4
-            axes.bar(at, row.step_seconds, 0.9 * width, color=_COLOURS[OVERLAPPED], alpha=alpha)
-        _name(axes, at, name if row.outcome == MEASURED else f"{name}: {row.outcome}")

@@ -63,10 +63,8 @@ class Done:
     @property
     def ends(self) -> str:
         """The output without its middle where that is long, as what failed first and last is at its ends."""
-        left_out = len(self.output) - 2 * MOST_OUTPUT
-        if left_out <= 0:
-            return self.output
-        return f"{self.output[:MOST_OUTPUT]}\n[{left_out:,} characters]\n{self.output[-MOST_OUTPUT:]}"
+        first, last = self.output[:MOST_OUTPUT], self.output[MOST_OUTPUT:]
+        return f"{first}\n[...]\n{last[-MOST_OUTPUT:]}" if len(last) > MOST_OUTPUT else first + last
 
     def lines(self, prefix: str) -> list[dict[str, Any]]:
         """Return what `measure` has printed so far, without a line that it was killed in."""
