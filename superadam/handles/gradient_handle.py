@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import sys
 import weakref
@@ -329,11 +330,19 @@ def _all_taken(tensors: list[Tensor]) -> list[TakenGradient]:
 
 
 def _detach(operation: Any, tensor: Tensor, size: list[int] | None = None) -> Any:
-    """Return an alias; a view only if it has the same shape."""
+    """Return an alias; a view only if it has the same shape and strides."""
     taken = _taken(tensor)
-    if taken is None or (size is not None and tuple(size) != tuple(taken.shape)):
+    if taken is None or (size is not None and not _is_view_like(taken, size)):
         return NotImplemented
     return GradientHandle(taken, is_alias=True)
+
+
+def _is_view_like(taken: TakenGradient, size: Iterable[int]) -> bool:
+    """Return whether a view has the gradient's shape and strides: torch chooses those of dimensions of one element."""
+    shape = tuple(taken.shape)
+    if tuple(size) != shape or 1 not in shape:
+        return tuple(size) == shape
+    return taken.strides == tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
 
 
 def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:

@@ -541,6 +541,17 @@ def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
     run([name], torch.float32, (), "here", irregular)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((1, 5), (1, 1)), ((3, 1, 2), (1, 1, 3)), ((4, 3, 1, 1), (3, 1, 3, 3)), ((1,), (7,)), ((2, 1), (1, 1))],
+)
+def test_a_view_has_the_strides_that_torch_gives_it(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    ours, theirs, _owner = pair_for(torch.empty_strided(shape, strides).fill_(0.5))
+    assert ours.grad.stride() == strides
+    for view in (lambda g: g.view(shape), lambda g: g.reshape(shape), lambda g: g.view_as(g)):
+        assert view(ours.grad).stride() == view(theirs.grad).stride()
+
+
 # -- training loops ----------------------------------------------------------------------------------------------------
 
 
