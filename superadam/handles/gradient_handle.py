@@ -32,6 +32,7 @@ from superadam.handles.taken_gradient import (
     FactorKind,
     GradientHolder,
     TakenGradient,
+    attributes_of,
     continue_version,
     needs_present_mode,
 )
@@ -146,8 +147,9 @@ class GradientHandle(torch.Tensor):
 
     @_ordinarily
     def __copy__(self) -> Tensor:
-        copy = _memory(self).detach()
-        return copy.requires_grad_() if self.requires_grad else copy
+        copied = _memory(self).detach()
+        vars(copied).update(attributes_of(self))
+        return copied.requires_grad_() if self.requires_grad else copied
 
     @_ordinarily
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -155,12 +157,21 @@ class GradientHandle(torch.Tensor):
             return Tensor.as_subclass(self, Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
         if id(self) in memo:  # torch copies the gradient of a tensor without asking
             return memo[id(self)]  # type: ignore[no-any-return]
-        copy = memo[id(self)] = _value(self).detach().clone()
-        return copy.requires_grad_() if self.requires_grad else copy  # transforms refuse any call of requires_grad_()
+        if self.taken.given is not None:
+            copied = _memory(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        else:  # copies of aliases are aliases, too
+            if id(self.taken) not in memo:
+                memo[id(self.taken)] = self.taken.value().detach().clone()
+            copied = memo[id(self.taken)].detach()
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(attributes_of(self), memo))
+        # Transforms refuse any call of requires_grad_().
+        return copied.requires_grad_() if self.requires_grad else copied  # type: ignore[no-any-return]
 
     @_ordinarily
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.__copy__() if self.taken.given is not None else _value(self).detach().clone()
+        vars(whole).update(attributes_of(self))
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
