@@ -58,6 +58,9 @@ def _ordinarily(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
     return wrapped
 
 
+_set_flag: Callable[[Tensor, bool], None] = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
 class GradientHandle(torch.Tensor):
     """A gradient that was taken, as the rest of a program sees it.
 
@@ -132,14 +135,20 @@ class GradientHandle(torch.Tensor):
                 parameter.grad = given
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """As in torch; True gives back."""
+        """As in torch, also where it refuses; True gives back."""
         if not requires_grad and not self.requires_grad:
-            return self
+            return super().requires_grad_(requires_grad)
         given = _memory(self)
         super().requires_grad_(requires_grad)  # for graphs built on this object
         return given.requires_grad_(requires_grad)
 
-    requires_grad = property(torch.Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined,arg-type]
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        """Do the same, which torch does not refuse here."""
+        if requires_grad or self.requires_grad:
+            _set_flag(_memory(self), requires_grad)
+        _set_flag(self, requires_grad)
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As in torch. Does not give back while a compiler traces, which must not see `.grad` change."""

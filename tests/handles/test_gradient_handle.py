@@ -180,6 +180,10 @@ def _with_a_label(parameter: Any, edit: Callable[[Any], object] = lambda paramet
     return [labels, own]
 
 
+def _in_a_transform(act: Callable[[], object]) -> Tensor:
+    return torch.vmap(lambda one: (act(), one)[1])(torch.ones(2))
+
+
 def _attributes_of_copies(gradient: Any) -> list[Any]:
     gradient.label = "first"
     copies = [copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient))]
@@ -398,6 +402,8 @@ READ: dict[str, Operation] = {
     "grads out of place": lambda p, held: torch.autograd.grad((p * 2).sum(), p),
     "deep copies of aliases": lambda p, held: _aliases_copied_together(p),
     "attributes of copies": lambda p, held: _attributes_of_copies(p.grad),
+    "flag in a transform": lambda p, held: _in_a_transform(lambda: p.grad.requires_grad_(False)),
+    "flag set in a transform": lambda p, held: _in_a_transform(lambda: setattr(p.grad, "requires_grad", False)),
     "hash": lambda p, held: (hash(p.grad) == id(p.grad), {p.grad: 1}[p.grad]),
     "equality": lambda p, held: (p.grad == p, p.grad == 0.5, p.grad != p.grad),
     "vmap": lambda p, held: torch.vmap(lambda row: row.sum())(p.grad.detach().clone()),
