@@ -433,18 +433,22 @@ def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> Non
     Where the present mode counts, it is applied to all.
     """
     is_list = not isinstance(target, Tensor)
-    tensors = target if is_list else [target]
-    is_made_now, others = needs_present_mode(_all_taken(tensors)), list[Tensor]()
-    for tensor in tensors:
+    ordinary, handles = list[Tensor](), list[Tensor]()
+    for tensor in target if is_list else [target]:
+        (ordinary if _taken(tensor) is None else handles).append(tensor)
+    is_made_now, left = needs_present_mode(_all_taken(handles)), list[Tensor]()
+    if ordinary:  # before anything is recorded, because torch may refuse them
+        _run(operation, (ordinary if is_list else target, *arguments), {})
+    for tensor in handles:
         taken = _taken(tensor)
         if taken is not None and is_made_now:
             is_made = taken.is_unrounded and taken.multiply(factor)
         else:
             is_made = taken is not None and taken.record(factor)
         if not is_made:
-            others.append(tensor)
-    if others:
-        _run(operation, (others if is_list else target, *arguments), {})
+            left.append(tensor)
+    if left:
+        _run(operation, (left if is_list else target, *arguments), {})
 
 
 def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:

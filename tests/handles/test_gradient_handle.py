@@ -402,6 +402,7 @@ READ: dict[str, Operation] = {
     "grads out of place": lambda p, held: torch.autograd.grad((p * 2).sum(), p),
     "deep copies of aliases": lambda p, held: _aliases_copied_together(p),
     "attributes of copies": lambda p, held: _attributes_of_copies(p.grad),
+    "product that torch refuses": lambda p, held: torch._foreach_mul_([torch.ones(2).int(), p.grad], 0.5),
     "flag in a transform": lambda p, held: _in_a_transform(lambda: p.grad.requires_grad_(False)),
     "flag set in a transform": lambda p, held: _in_a_transform(lambda: setattr(p.grad, "requires_grad", False)),
     "hash": lambda p, held: (hash(p.grad) == id(p.grad), {p.grad: 1}[p.grad]),
