@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import sys
 import weakref
@@ -31,6 +32,7 @@ from superadam.handles.taken_gradient import (
     FactorKind,
     GradientHolder,
     TakenGradient,
+    attributes_of,
     continue_version,
     needs_present_mode,
 )
@@ -54,6 +56,9 @@ def _ordinarily(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             return function(*args, **kwargs)
 
     return wrapped
+
+
+_set_flag: Callable[[Tensor, bool], None] = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class GradientHandle(torch.Tensor):
@@ -130,14 +135,20 @@ class GradientHandle(torch.Tensor):
                 parameter.grad = given
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """As in torch; True gives back."""
+        """As in torch, also where it refuses; True gives back."""
         if not requires_grad and not self.requires_grad:
-            return self
+            return super().requires_grad_(requires_grad)
         given = _memory(self)
         super().requires_grad_(requires_grad)  # for graphs built on this object
         return given.requires_grad_(requires_grad)
 
-    requires_grad = property(torch.Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined,arg-type]
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        """Do the same, which torch does not refuse here."""
+        if requires_grad or self.requires_grad:
+            _set_flag(_memory(self), requires_grad)
+        _set_flag(self, requires_grad)
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As in torch. Does not give back while a compiler traces, which must not see `.grad` change."""
@@ -145,8 +156,9 @@ class GradientHandle(torch.Tensor):
 
     @_ordinarily
     def __copy__(self) -> Tensor:
-        copy = _memory(self).detach()
-        return copy.requires_grad_() if self.requires_grad else copy
+        copied = _memory(self).detach()
+        vars(copied).update(attributes_of(self))
+        return copied.requires_grad_() if self.requires_grad else copied
 
     @_ordinarily
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -154,12 +166,21 @@ class GradientHandle(torch.Tensor):
             return Tensor.as_subclass(self, Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
         if id(self) in memo:  # torch copies the gradient of a tensor without asking
             return memo[id(self)]  # type: ignore[no-any-return]
-        copy = memo[id(self)] = _value(self).detach().clone()
-        return copy.requires_grad_() if self.requires_grad else copy  # transforms refuse any call of requires_grad_()
+        if self.taken.given is not None:
+            copied = _memory(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        else:  # copies of aliases are aliases, too
+            if id(self.taken) not in memo:
+                memo[id(self.taken)] = self.taken.value().detach().clone()
+            copied = memo[id(self.taken)].detach()
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(attributes_of(self), memo))
+        # Transforms refuse any call of requires_grad_().
+        return copied.requires_grad_() if self.requires_grad else copied  # type: ignore[no-any-return]
 
     @_ordinarily
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.__copy__() if self.taken.given is not None else _value(self).detach().clone()
+        vars(whole).update(attributes_of(self))
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -329,11 +350,19 @@ def _all_taken(tensors: list[Tensor]) -> list[TakenGradient]:
 
 
 def _detach(operation: Any, tensor: Tensor, size: list[int] | None = None) -> Any:
-    """Return an alias; a view only if it has the same shape."""
+    """Return an alias; a view only if it has the same shape and strides."""
     taken = _taken(tensor)
-    if taken is None or (size is not None and tuple(size) != tuple(taken.shape)):
+    if taken is None or (size is not None and not _is_view_like(taken, size)):
         return NotImplemented
     return GradientHandle(taken, is_alias=True)
+
+
+def _is_view_like(taken: TakenGradient, size: Iterable[int]) -> bool:
+    """Return whether a view has the gradient's shape and strides: torch chooses those of dimensions of one element."""
+    shape = tuple(taken.shape)
+    if tuple(size) != shape or 1 not in shape:
+        return tuple(size) == shape
+    return taken.strides == tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
 
 
 def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
@@ -404,18 +433,22 @@ def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> Non
     Where the present mode counts, it is applied to all.
     """
     is_list = not isinstance(target, Tensor)
-    tensors = target if is_list else [target]
-    is_made_now, others = needs_present_mode(_all_taken(tensors)), list[Tensor]()
-    for tensor in tensors:
+    ordinary, handles = list[Tensor](), list[Tensor]()
+    for tensor in target if is_list else [target]:
+        (ordinary if _taken(tensor) is None else handles).append(tensor)
+    is_made_now, left = needs_present_mode(_all_taken(handles)), list[Tensor]()
+    if ordinary:  # before anything is recorded, because torch may refuse them
+        _run(operation, (ordinary if is_list else target, *arguments), {})
+    for tensor in handles:
         taken = _taken(tensor)
         if taken is not None and is_made_now:
             is_made = taken.is_unrounded and taken.multiply(factor)
         else:
             is_made = taken is not None and taken.record(factor)
         if not is_made:
-            others.append(tensor)
-    if others:
-        _run(operation, (others if is_list else target, *arguments), {})
+            left.append(tensor)
+    if left:
+        _run(operation, (left if is_list else target, *arguments), {})
 
 
 def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:

@@ -398,6 +398,7 @@ class TakenGradient:
                     continue_version(given, local)
                 if local.is_alias:  # it and what is in `.grad` are one tensor, which other aliases are not
                     local.taken, local.is_alias = TakenGradient.of_given(given.detach()), False
+                vars(local.given).update(attributes_of(local))
                 with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
                     if local is not gradient:
                         torch_private.set_dtensor_part(gradient, local.given)
@@ -426,6 +427,15 @@ def needs_present_mode(gradients: Iterable[TakenGradient]) -> bool:
     What a GPU computes does not depend on the mode of a thread.
     """
     return not native.is_float_mode_usual() and any(taken.device.type == "cpu" for taken in gradients)
+
+
+_OF_HANDLES = frozenset({"taken", "is_alias", "has_memory", "own"})
+"""Attributes of handles that are not the program's."""
+
+
+def attributes_of(handle: Any) -> dict[str, Any]:
+    """Return what a program has set on a handle."""
+    return {name: value for name, value in vars(handle).items() if name not in _OF_HANDLES}
 
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:

@@ -159,6 +159,38 @@ def _copies_edited(parameter: Any) -> list[Tensor]:
     return copies
 
 
+def _aliases_copied_together(parameter: Any, *, is_view: bool = False) -> list[Tensor]:
+    """Return deep copies of a gradient and of an alias, one of which is written to."""
+    held = parameter.grad
+    alias = held.view(-1) if is_view else held.detach()
+    copies = copy.deepcopy([held, alias, held.data])
+    copies[1].add_(1)
+    return copies
+
+
+def _with_a_label(parameter: Any, edit: Callable[[Any], object] = lambda parameter: None) -> list[Any]:
+    """Give the gradient an attribute of its own; return it, and those of copies, after an edit."""
+    parameter.grad.label = [3]
+    edit(parameter)
+    g = parameter.grad
+    copies = [copy.deepcopy(g), pickle.loads(pickle.dumps(g)), copy.copy(g)]
+    labels = [one.label for one in (g, *copies)]
+    own = [label is labels[0] for label in labels]
+    del g.label
+    return [labels, own]
+
+
+def _in_a_transform(act: Callable[[], object]) -> Tensor:
+    return torch.vmap(lambda one: (act(), one)[1])(torch.ones(2))
+
+
+def _attributes_of_copies(gradient: Any) -> list[Any]:
+    gradient.label = "first"
+    copies = [copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient))]
+    del gradient.label
+    return [vars(one) for one in copies]
+
+
 def _graph_of_before(parameter: Any) -> None:
     graph = (parameter * parameter.grad).sum()
     parameter.grad = None
@@ -368,6 +400,11 @@ READ: dict[str, Operation] = {
     "AdamW": lambda p, held: _step(p, torch.optim.AdamW, foreach=False),
     "AdamW foreach": lambda p, held: _step(p, torch.optim.AdamW, foreach=True),
     "grads out of place": lambda p, held: torch.autograd.grad((p * 2).sum(), p),
+    "deep copies of aliases": lambda p, held: _aliases_copied_together(p),
+    "attributes of copies": lambda p, held: _attributes_of_copies(p.grad),
+    "product that torch refuses": lambda p, held: torch._foreach_mul_([torch.ones(2).int(), p.grad], 0.5),
+    "flag in a transform": lambda p, held: _in_a_transform(lambda: p.grad.requires_grad_(False)),
+    "flag set in a transform": lambda p, held: _in_a_transform(lambda: setattr(p.grad, "requires_grad", False)),
     "hash": lambda p, held: (hash(p.grad) == id(p.grad), {p.grad: 1}[p.grad]),
     "equality": lambda p, held: (p.grad == p, p.grad == 0.5, p.grad != p.grad),
     "vmap": lambda p, held: torch.vmap(lambda row: row.sum())(p.grad.detach().clone()),
@@ -420,6 +457,9 @@ WRITTEN: dict[str, Operation] = {
     "unscale by two": lambda p, held: _unscaled(p, torch.ones(2)),
     "in inference mode": lambda p, held: _in_inference_mode(p),
     "copies": lambda p, held: _copies_edited(p),
+    "deep copies of a view": lambda p, held: _aliases_copied_together(p, is_view=True),
+    "attribute": lambda p, held: _with_a_label(p),
+    "attribute of what is written to": lambda p, held: _with_a_label(p, lambda p: p.grad.add_(1)),
     "saved by a graph": lambda p, held: _graph_of_edited(p),
     "requires grad": lambda p, held: _requiring_grad(p),
     "in another parameter": lambda p, held: _in_another_parameter(p),
@@ -539,6 +579,17 @@ def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
     held = ["hold", "hold detached", name, "add", "edit held", "scale held", "norm"]
     run(held, torch.float32, (9,), "here", irregular)
     run([name], torch.float32, (), "here", irregular)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((1, 5), (1, 1)), ((3, 1, 2), (1, 1, 3)), ((4, 3, 1, 1), (3, 1, 3, 3)), ((1,), (7,)), ((2, 1), (1, 1))],
+)
+def test_a_view_has_the_strides_that_torch_gives_it(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    ours, theirs, _owner = pair_for(torch.empty_strided(shape, strides).fill_(0.5))
+    assert ours.grad.stride() == strides
+    for view in (lambda g: g.view(shape), lambda g: g.reshape(shape), lambda g: g.view_as(g)):
+        assert view(ours.grad).stride() == view(theirs.grad).stride()
 
 
 # -- training loops ----------------------------------------------------------------------------------------------------
