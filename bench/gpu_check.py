@@ -83,12 +83,7 @@ def _measure(what: str, request: str) -> None:
 
 
 def check(
-    folder: Path,
-    seconds: float,
-    *,
-    rehearses: bool,
-    only: Sequence[str] | None = None,
-    runner: Any = None,
+    folder: Path, seconds: float, *, rehearses: bool, only: Sequence[str] | None = None, runner: Any = None
 ) -> int:
     """Run the stages, write what they found, and return the exit status.
 

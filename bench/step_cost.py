@@ -55,9 +55,8 @@ class StepCosts:
 
     def of(self, task: Task, threads: int, moments: str = "fp32") -> list[Row]:
         """Return the rows of a task."""
-        return [
-            row for row in self.rows if (row["task"], row["threads"], row["moments"]) == (task.value, threads, moments)
-        ]
+        asked = (task.value, threads, moments)
+        return [row for row in self.rows if (row["task"], row["threads"], row["moments"]) == asked]
 
     def seconds(self, side: str, shape: Shape, task: Task = Task.CAST, threads: int | None = None) -> float | None:
         """Return the median of a step, or None where that was not measured; ours is that of all its comparisons."""
@@ -133,9 +132,7 @@ def growth_table(costs: StepCosts) -> list[str]:
         ]
         cells = [_value(value, scale) for value, scale in zip(line, (1e6, 1e6, 1e9), strict=True)]
         for count in fewer:
-            largest = max(
-                (shape for row in costs.of(Task.CAST, count) if (shape := _shape(row))[0] == 1), default=least
-            )
+            largest = max((s for s in map(_shape, costs.of(Task.CAST, count)) if s[0] == 1), default=least)
             one, all_of_them = costs.seconds(side, largest, threads=count), costs.seconds(side, largest)
             cells.append(_value(one / all_of_them if one and all_of_them else None))
         rows.append([side, *cells])
@@ -173,11 +170,7 @@ def page(costs: StepCosts, picture: str, result: str) -> str:
     if compact:
         lines += ["", "## bf16, moments of 8 bits", *ratio_table(costs, Task.CAST, costs.threads, "8bit")]
     for threads in sorted({row["threads"] for row in costs.rows} - {costs.threads}):
-        lines += [
-            "",
-            f"## bf16, {_threads(threads)}",
-            *ratio_table(costs, Task.CAST, threads),
-        ]
+        lines += ["", f"## bf16, {_threads(threads)}", *ratio_table(costs, Task.CAST, threads)]
     lines += ["", *(f"Not measured: {each['what']} ({each['why']})." for each in costs.content["left_out"])]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -228,11 +221,8 @@ def _draw(axes: Any, costs: StepCosts, task: Task, words: str, place: Callable[[
         style = "--" if side == FLOOR else "o-"
         if points:
             axes.plot(*zip(*points, strict=True), style, color=COLOURS[side], label=side, markersize=3)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log", xlabel=words, ylabel="ms per step")
     axes.minorticks_off()
-    axes.set_xlabel(words)
-    axes.set_ylabel("ms per step")
     axes.grid(alpha=0.3)
 
 

@@ -111,22 +111,17 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
         if faults:
             words += f"; {', '.join(failed[:3]) or faults[0].last_line}"
         late = [done for done in ended if done.status is None]
-        is_over = bool(late)
-        is_wrong = bool(faults) or counts["failed"] + counts["error"] > 0 or not (counts["passed"] or is_over)
+        is_wrong = bool(faults) or counts["failed"] + counts["error"] > 0 or not (counts["passed"] or late)
         if faults or late:
             figures["output"] = [*faults, *late][0].ends
-        if is_over:
-            under_way = [done.last_line for done in late if _is_begun(done.last_line)]
+        if late:
+            lines = [done.last_line for done in late]
+            under_way = [line for line in lines if line.startswith("tests/") and not _RESULT.match(line)]
             words += " when time was over" + bool(under_way) * f", in {', '.join(under_way)}"
-        good = Outcome.SHORTENED if is_over else Outcome.GOOD
+        good = Outcome.SHORTENED if late else Outcome.GOOD
         yield Finding(Outcome.FAILED if is_wrong else good, words, figures)
-        if is_over:
+        if late:
             return
-
-
-def _is_begun(line: str) -> bool:
-    """Whether a line of pytest's is of a test that has not ended."""
-    return line.startswith("tests/") and not _RESULT.match(line)
 
 
 def verified_runs(context: Context) -> list[list[str]]:

@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = ROOT / "bench" / "gpu_check.py"
 
-
 MOST_OUTPUT = 20_000
 """Characters of either end of an output that results keep: after an error of CUDA's everything else fails, too."""
 
@@ -64,7 +63,8 @@ class Done:
     def ends(self) -> str:
         """The output without its middle where that is long, as what failed first and last is at its ends."""
         first, last = self.output[:MOST_OUTPUT], self.output[MOST_OUTPUT:]
-        return f"{first}\n[...]\n{last[-MOST_OUTPUT:]}" if len(last) > MOST_OUTPUT else first + last
+        middle = len(last) - MOST_OUTPUT
+        return f"{first}\n[{middle:,} characters]\n{last[middle:]}" if middle > 0 else first + last
 
     def lines(self, prefix: str) -> list[dict[str, Any]]:
         """Return what `measure` has printed so far, without a line that it was killed in."""
@@ -88,17 +88,13 @@ def run(commands: Sequence[Sequence[str]], seconds: float, environment: Mapping[
     """
     begin = time.monotonic()
     done: list[Done] = []
+    variables = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1", **environment}
     with contextlib.ExitStack() as stack:
         started = []
         for command in commands:
             output = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1", **environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             stack.callback(_end, process)
             started.append((process, output))

@@ -14,13 +14,7 @@ from measures.pacing import CLIP_EVERY, Row, Settings, SideResult
 from superadam.cli.bench.report import in_words
 from superadam.cli.console import new_table
 
-_NAMES = {
-    "clock": "clock",
-    "auto": "auto",
-    "best": "best fixed",
-    "after_backward": "no overlap",
-    "torch": "torch",
-}
+_NAMES = {"clock": "clock", "auto": "auto", "best": "best fixed", "after_backward": "no overlap", "torch": "torch"}
 
 LIMITS = (
     "A paced device cannot show contention for host memory or links, the cost of launching kernels, or "

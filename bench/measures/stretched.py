@@ -145,11 +145,5 @@ def measure(rates: Rates, parameters: int, layers: int, ratio: float) -> Stretch
     python = {name: getattr(rates, name) / dilation for name in ("worker_per_bucket", "step_per_bucket")}
     step = simulate(replace(rates, **python), work)
     return Stretched(
-        numel * scale * layers,
-        len(buckets),
-        ratio,
-        step.clock,
-        statistics.median(gaps),
-        min(gaps),
-        step.seconds,
+        numel * scale * layers, len(buckets), ratio, step.clock, statistics.median(gaps), min(gaps), step.seconds
     )

@@ -332,10 +332,7 @@ def move_like(
 
 
 def differing(
-    segments: npt.NDArray[Any],
-    rows: npt.NDArray[np.int64],
-    *,
-    everything: bool = False,
+    segments: npt.NDArray[Any], rows: npt.NDArray[np.int64], *, everything: bool = False
 ) -> npt.NDArray[np.int64]:
     """Return those of `rows` whose working copy, in host memory, is not the rounded master; see `cpu/cdef.h`.
 

@@ -32,11 +32,7 @@ class ResidentStates:
         return self._arrays.get(piece)
 
     def step(
-        self,
-        pieces: Sequence[Piece],
-        gradients: Sequence[Tensor],
-        indices: Sequence[int],
-        sets: Sequence[Coefficients],
+        self, pieces: Sequence[Piece], gradients: Sequence[Tensor], indices: Sequence[int], sets: Sequence[Coefficients]
     ) -> None:
         """Make a step of distinct pieces in place, parameters included; state on the host moves here first.
 

@@ -125,10 +125,7 @@ PROGRAMS: dict[str, tuple[torch.dtype, Callable[[Loop], Iteration]]] = {
     "scaled": (torch.float32, scaled),
     "in micro-batches": (torch.bfloat16, in_micro_batches),
     "computed again": (torch.bfloat16, lambda loop: computed_again(loop, use_reentrant=False)),
-    "computed again in a backward of its own": (
-        torch.bfloat16,
-        lambda loop: computed_again(loop, use_reentrant=True),
-    ),
+    "computed again in a backward of its own": (torch.bfloat16, lambda loop: computed_again(loop, use_reentrant=True)),
     "under autocast": (torch.float32, under_autocast),
     "on streams": (torch.bfloat16, on_streams),
 }

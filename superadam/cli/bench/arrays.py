@@ -85,8 +85,7 @@ class PassArrays:
         self.sums = np.zeros(native.chunk_count(numel), np.float64)
         self.nonfinite = np.zeros(native.chunk_count(numel), np.int64)
         self.coefficients = np.array(
-            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double).row()],
-            native.COEFFICIENTS,
+            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double).row()], native.COEFFICIENTS
         )
 
     def segments(self, *, with_norm: bool) -> npt.NDArray[np.void]:

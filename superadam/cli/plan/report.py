@@ -40,10 +40,7 @@ def memory_table(answer: Answer) -> Table:
     table = new_table("GB of a rank", "at its peak", "of", gap=2)
     table.add_column("made of", overflow="fold")
     memory, machine = answer.memory, answer.machine
-    for place, stages, limit in (
-        ("GPU", memory.gpu, machine.gpu_memory),
-        ("host", memory.host, machine.host_memory),
-    ):
+    for place, stages, limit in (("GPU", memory.gpu, machine.gpu_memory), ("host", memory.host, machine.host_memory)):
         for stage, categories in stages.items():
             size = total(categories)
             parts = ", ".join(
