@@ -401,11 +401,12 @@ class SpeculativeCPUAdam(Optimizer):
             self._binding.ranks.refuse_older_state()
 
     @_whole
-    def _adopt_sampled_writes(self) -> None:
-        """Adopt outside writes as a step does, before state is saved."""
+    def _adopt_sampled_writes(self) -> list[Tensor]:
+        """Adopt outside writes as a step does, before state is saved; return those whose masters were written to."""
         self._refuse_older_state()
-        self._binding.bound(self.param_groups)  # refuses parameters of which nothing can be saved
+        table = self._binding.bound(self.param_groups).table  # refuses parameters of which nothing can be saved
         self._binding.commit(self.param_groups, with_samples=True)
+        return [state.parameter for state in table.states if state.master is not None and table.is_master_edited(state)]
 
     @contextmanager
     def _encoded(self) -> Iterator[None]:
