@@ -175,8 +175,8 @@ def load(
     _verify(ranks, there)
 
     values = ranks.run(lambda: checkpoint_contents.read_values(path / checkpoint_contents.VALUES))
-    tensors, groups = ranks.run(
-        lambda: checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values)
+    tensors, groups, extra = ranks.run(
+        lambda: (*checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values), values["extra"])
     )
 
     def read() -> None:
@@ -195,7 +195,7 @@ def load(
         _last_seen[path.parent.resolve()] = there.state
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
     _descent.setdefault(optimizer, set()).add(_last_seen.get(path.parent.resolve(), there.state))
-    return values["extra"]
+    return extra
 
 
 def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -> None:
