@@ -175,8 +175,8 @@ def load(
     _verify(ranks, there)
 
     values = ranks.run(lambda: checkpoint_contents.read_values(path / checkpoint_contents.VALUES))
-    tensors, groups = ranks.run(
-        lambda: checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values)
+    tensors, groups, extra = ranks.run(
+        lambda: (*checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values), values["extra"])
     )
 
     def read() -> None:
@@ -195,7 +195,7 @@ def load(
         _last_seen[path.parent.resolve()] = there.state
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
     _descent.setdefault(optimizer, set()).add(_last_seen.get(path.parent.resolve(), there.state))
-    return values["extra"]
+    return extra
 
 
 def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -> None:
@@ -229,12 +229,14 @@ class _NewCheckpoint:
             if type(self.keep) is not int or self.keep < 1:
                 raise CheckpointError(f"keep is {self.keep!r}, expected a whole number of at least 1")
             with self._lock():
+                apart = set()  # what is no longer the rounded master
                 if isinstance(self.optimizer, SpeculativeCPUAdam):
-                    self.optimizer._adopt_sampled_writes()
+                    apart.update(self.optimizer._adopt_sampled_writes())
                 self._steps_made = self.steps()
                 self._tensors, values = checkpoint_contents.contents_of(model, self.optimizer)
                 named = [name for group in values["param_groups"] for name in group["params"]]
-                self._parameters = dict(zip(named, parameters_of(self.optimizer), strict=True))
+                pairs = zip(named, parameters_of(self.optimizer), strict=True)
+                self._parameters = {name: parameter for name, parameter in pairs if parameter not in apart}
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
                 seen = map(checkpoint_contents.seen, model.parameters() if self.ranks.size > 1 else ())

@@ -174,4 +174,4 @@ def _part(parameter: Any, master: Tensor | Encoded) -> Any:
 def _whole(tensor: Any) -> Tensor:
     """Return a whole tensor on the CPU."""
     whole: Tensor = tensor.full_tensor() if shards.is_distributed(tensor) else tensor
-    return whole.cpu().contiguous()
+    return whole.cpu().resolve_conj().resolve_neg().contiguous()  # safetensors writes what lies in memory

@@ -15,7 +15,8 @@ def extent_of(tensor: Tensor) -> int:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Whether elements of a strided tensor share memory."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    repeated = (size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.numel()) and any(repeated)  # numpy gives empty arrays strides of 0
 
 
 def has_memory(tensor: Tensor) -> bool:

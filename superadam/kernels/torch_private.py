@@ -199,6 +199,10 @@ hooks_of_steps: Callable[[Any], tuple[Any, Any]] = operator.attrgetter(
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 )
 """Returns the hooks of one optimizer."""
+hooks_of_loading: Callable[[Any], tuple[Any, Any]] = operator.attrgetter(
+    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+)
+"""Returns those of its `load_state_dict()`."""
 
 register_tree_node: Callable[..., None] = _find("utils._pytree.register_pytree_node", lambda *_, **__: None)
 """Makes containers of a class transparent to `torch.utils._pytree`."""

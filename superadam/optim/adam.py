@@ -129,7 +129,6 @@ class SpeculativeCPUAdam(Optimizer):
     _binding: Binding
     _verdicts: _Verdicts
     _storage: Storage
-    _arriving: dict[Tensor, dict[str, Any]] | None = None  # the state that `load_state_dict` loads, meanwhile
 
     def __init__(
         self,
@@ -401,11 +400,12 @@ class SpeculativeCPUAdam(Optimizer):
             self._binding.ranks.refuse_older_state()
 
     @_whole
-    def _adopt_sampled_writes(self) -> None:
-        """Adopt outside writes as a step does, before state is saved."""
+    def _adopt_sampled_writes(self) -> list[Tensor]:
+        """Adopt outside writes as a step does, before state is saved; return those whose masters were written to."""
         self._refuse_older_state()
-        self._binding.bound(self.param_groups)  # refuses parameters of which nothing can be saved
+        table = self._binding.bound(self.param_groups).table  # refuses parameters of which nothing can be saved
         self._binding.commit(self.param_groups, with_samples=True)
+        return [state.parameter for state in table.states if state.master is not None and table.is_master_edited(state)]
 
     @contextmanager
     def _encoded(self) -> Iterator[None]:
@@ -505,41 +505,37 @@ class SpeculativeCPUAdam(Optimizer):
                 f"the state dict is a {type(state_dict).__name__}, expected a dict; "
                 "load what optimizer.state_dict() returned"
             )
-        arriving: dict[Tensor, dict[str, Any]] = {}
-
-        def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any] | None:
-            # Check everything and take the tensors out, so that torch neither casts nor moves them.
-            if self._arriving is not arriving:  # a signal kept an earlier call from removing this
-                return None
-            named = zip(arguments.parameters_of(self), all_names_of(self.param_groups), strict=True)
-            states = [  # without what they have, which may be refused
-                ParameterState(parameter, row, name, storage=self._storage)
-                for row, (parameter, name) in enumerate(named)
-            ]
-            groups, entries, foreign = checkpoint.read(final, states, self.param_groups)
-            for group in groups:
-                arguments.check_stored(group, self._storage, is_loaded=True)
-            arriving.update({state.parameter: entry for state, entry in entries.items()})
-            return {"state": foreign, "param_groups": groups}
-
-        handle = self.register_load_state_dict_pre_hook(take_state)  # the last one, so that it sees the users' changes
-        outer, self._arriving = self._arriving, arriving  # a hook may load, too
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self._arriving = outer
+        # As torch does it, but for the state, which torch would cast and move.
+        pre_hooks, post_hooks = torch_private.hooks_of_loading(self)
+        state_dict = state_dict.copy()
+        for pre_hook in pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        named = zip(arguments.parameters_of(self), all_names_of(self.param_groups), strict=True)
+        states = [  # without what they have, which may be refused
+            ParameterState(parameter, row, name, storage=self._storage) for row, (parameter, name) in enumerate(named)
+        ]
+        groups, entries, foreign = checkpoint.read(state_dict, states, self.param_groups)
+        for group, own in zip(groups, self.param_groups, strict=True):
+            arguments.check_stored(group, self._storage, is_loaded=True)
+            group["params"] = own["params"]
+            if "param_names" in own:
+                group.setdefault("param_names", own["param_names"])
+        loaded: dict[Any, Any] = {state.parameter: entry for state, entry in entries.items()}
+        self.__setstate__({"state": defaultdict(dict, loaded | foreign), "param_groups": groups})
+        for post_hook in post_hooks.values():
+            post_hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load `param_groups` and `state` from a pickle, a deep copy or `load_state_dict`."""
-        values, arriving = dict(state), self._arriving
+        values = dict(state)
         published = values.pop("state", None)  # a property here: it must not land in __dict__
         with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
-            if arriving is not None:  # first, as it may raise: of memory, say
-                self.state = defaultdict(dict, {**arriving, **published})
+            if published is not None and "_binding" in self.__dict__:  # first, as it may raise: of memory, say
+                self.state, published = published, None
             super().__setstate__(values)
             _lighten_step(type(self))
-            if arriving is None and published is not None:  # else it stays, as in torch
+            if published is not None:  # else it stays, as in torch
                 self.state = published
 
     @_whole

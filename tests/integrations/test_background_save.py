@@ -238,6 +238,19 @@ def test_write_past_version_counters_before_the_save_is_saved(smaller, waits, tm
     assert not other[0].any()
 
 
+@pytest.mark.parametrize("smaller", [{}, {"moments": "8bit"}, {"master": "24bit"}], ids=str)
+def test_working_copy_whose_master_was_written_to_is_saved_as_it_is(smaller, tmp_path):
+    """It shows that master from the next step on."""
+    model, optimizer = stepped_list(**smaller)
+    optimizer.state[model[0]]["master"].mul_(0.5)
+    for waits in (True, False):
+        save(tmp_path / str(waits), model, optimizer, wait=waits)
+        wait()
+        other, other_optimizer = stepped_list(**smaller)
+        load(tmp_path / str(waits), other, other_optimizer)
+        assert content(other, other_optimizer)["model"] == content(model, optimizer)["model"]
+
+
 class Tagged(Tensor):
     """Copies of it are made by torch."""
 

@@ -257,6 +257,18 @@ def test_tied_weights_are_written_once(tmp_path):
     assert [*safetensors.load_file(tmp_path / "model/model.safetensors")] == ["0"]
 
 
+def test_values_that_are_not_what_lies_in_memory_are_written_as_they_are(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = torch.nn.ParameterList([torch.ones(3)])
+    model.register_buffer("conjugate", torch.full((2,), 1 + 2j).conj())
+    model.register_buffer("negative", torch._neg_view(torch.ones(2)))
+    deepspeed.save_fp32(tmp_path / "model", model, SpeculativeCPUAdamW(model.parameters()))
+    found = safetensors.load_file(tmp_path / "model/model.safetensors")
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in model.state_dict().items()
+    }
+
+
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
     (tmp_path / "other").write_text("")
     parameter = torch.nn.Parameter(torch.ones(3))

@@ -443,6 +443,18 @@ def test_checkpoint_of_another_model_is_refused(change, words, pair, tmp_path):
     assert re.search(words, refused(tmp_path, model, SpeculativeCPUAdamW(groups_of(model))))
 
 
+@pytest.mark.parametrize("key", ["others", "param_groups", "extra"])
+def test_values_that_lack_a_part_are_refused(key, pair, tmp_path, monkeypatch):
+    whole = checkpoint_contents.bytes_of_values
+    monkeypatch.setattr(
+        checkpoint_contents,
+        "bytes_of_values",
+        lambda values: whole({name: value for name, value in values.items() if name != key}),
+    )
+    save(tmp_path, *pair)
+    assert f"KeyError: '{key}'" in refused(tmp_path, *new())
+
+
 def test_full_disk_is_one_sentence_and_the_older_one_stays(tmp_path):
     """At whichever file it is full, or in the middle of a tensor."""
     model = nn.Linear(200, 99)  # larger than the buffer of a file

@@ -418,6 +418,23 @@ def test_a_hook_that_is_called_after_loading_may_load() -> None:
     assert [entry["step"] for entry in optimizer.state.values()] == [2, 2]
 
 
+def test_a_hook_that_is_called_before_loading_may_load_and_go() -> None:
+    """Of torch's optimizers the last one may, behind which torch looks for no other."""
+
+    def first(one: Any, saved: Any) -> None:
+        handle.remove()
+        one.load_state_dict(other.state_dict())
+        seen.append(one.state_dict()["state"][0]["step"].item())
+
+    for cls in (torch.optim.AdamW, SpeculativeCPUAdamW):
+        optimizer, saved, other, seen = make(cls=cls), trained(make(cls=cls), [1]), trained(make(cls=cls), [1, 2]), []
+        handle = optimizer.register_load_state_dict_pre_hook(first)
+        for _ in range(2):
+            optimizer.load_state_dict(saved.state_dict())
+        assert [entry["step"].item() for entry in optimizer.state.values()] == [1, 1]
+        assert seen == [2]
+
+
 def test_loading_copies() -> None:
     saved = copy.deepcopy(trained(make(torch.bfloat16)).state_dict())
     before = {index: entry_bits(entry) for index, entry in saved["state"].items()}

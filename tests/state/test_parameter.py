@@ -56,6 +56,19 @@ def test_expanded_parameter_is_refused() -> None:
             use()
 
 
+def test_what_has_no_elements_is_not_expanded_whatever_its_strides() -> None:
+    """Those of numpy's empty arrays are 0, as of state that was saved through numpy."""
+    p = torch.nn.Parameter(torch.zeros(0, 64).as_strided((0, 64), (0, 0)))
+    optimizer = trained(SpeculativeCPUAdam([p, parameter(64)]), [1])
+    saved = optimizer.state_dict()
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][key] = saved["state"][0][key].as_strided((0, 64), (0, 0))
+    trained(optimizer, [2])
+    optimizer.load_state_dict(saved)
+    trained(optimizer, [3])
+    assert [int(entry["step"]) for entry in optimizer.state.values()] == [3, 3]
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
