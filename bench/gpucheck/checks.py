@@ -96,8 +96,7 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
     path = os.pathsep.join(filter(None, (str(ROOT / "bench"), os.environ.get("PYTHONPATH"))))  # of `gpucheck.share`
     environment = {"TRITON_INTERPRET": "1" if context.rehearses else "0", "PYTHONPATH": path}
     counts: collections.Counter[str] = collections.Counter()
-    failed: list[str] = []
-    faults: list[Done] = []
+    failed, faults = list[str](), list[Done]()
     for selection in selections(context):  # also behind a failed test: the others say where the fault is
         threads = {"OMP_NUM_THREADS": "2"} if len(selection) > 1 else {}  # else each would take all cores
         commands = [python(*_PYTEST, *options) for options in selection]
