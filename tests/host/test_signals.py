@@ -182,6 +182,7 @@ def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send):
             in_section(send_all)
         assert handlers.seen == order
         assert chain(caught.value) == order[::-1]
+        assert caught.traceback[-1].name == "fail"
         handlers.check()
         with pytest.raises(PlantedError) as caught:
             interrupted([], error=(body := ValueError("inside")))
