@@ -327,6 +327,20 @@ def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends
             signal.signal(number, handlers.handle)
 
 
+def test_nothing_is_kept_of_signals_that_came():
+    """Frames would keep their variables."""
+    counts = []
+    for _ in range(3):
+        for _ in range(20):
+            test_ctrl_c_comes_after_the_outermost_context(2)
+            test_every_signal_comes_in_its_order_and_all_their_errors_are_told(signal.raise_signal)
+            test_what_was_due_before_comes_before(SOME)
+            test_a_handler_that_was_replaced_is_not_called()
+        gc.collect()
+        counts.append(sys.getallocatedblocks())
+    assert counts[2] - counts[1] < 10
+
+
 def test_a_second_signal_may_end_the_process():
     def twice():
         signal.signal(signal.SIGINT, lambda number, frame: signal.signal(number, signal.SIG_DFL))

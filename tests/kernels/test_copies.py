@@ -63,7 +63,8 @@ def test_errors_of_torchs_host_memory_are_told_by_their_words():
 def test_each_byte_is_copied_on_kernel_threads(monkeypatch):
     """Of tensors that threads share, end within a thread's portion or lie otherwise, and not one after them."""
     monkeypatch.setattr(native, "_num_threads", 2)
-    sources = [torch.arange(n, dtype=torch.int32).view(-1, 1) for n in (0, 5, 1 << 16, 200_001)]
+    lengths = [0, 5, *(n * (1 << 18) + more for n in (1, 3) for more in (-1, 0, 1))]
+    sources = [torch.arange(n).to(torch.int8).view(-1, 1) for n in lengths]
     sources.append(torch.arange(12).view(3, 4).t())
     memory = [torch.full((one.numel() + 1,), -1, dtype=one.dtype) for one in sources]
     targets = [one[:-1].view(source.shape) for one, source in zip(memory, sources, strict=True)]
