@@ -41,7 +41,7 @@ def test_copies_without_memory_arrive(error):
     ]
     sources = [torch.randn(one.shape) for one in targets]
     with Full(error):
-        copy_each(targets, sources)
+        copy_each(targets, [one.clone() for one in sources])
     assert all(map(torch.equal, targets, sources))
 
 
@@ -68,7 +68,6 @@ def test_each_byte_is_copied_on_kernel_threads(monkeypatch):
     sources.append(torch.arange(12).view(3, 4).t())
     memory = [torch.full((one.numel() + 1,), -1, dtype=one.dtype) for one in sources]
     targets = [one[:-1].view(source.shape) for one, source in zip(memory, sources, strict=True)]
-    expected = [one.clone() for one in sources]
-    copy_on_kernel_threads(targets, sources)
-    assert all(map(torch.equal, targets, expected))
+    copy_on_kernel_threads(targets, [one.clone() for one in sources])
+    assert all(map(torch.equal, targets, sources))
     assert all(one[-1] == -1 for one in memory)
