@@ -26,7 +26,7 @@ typedef struct {
     _Atomic int64_t next;
 } job;
 
-static struct {
+struct pool {
     pthread_mutex_t one_job; /* held by the caller of the current job */
     pthread_mutex_t lock;    /* guards everything below */
     pthread_cond_t started, finished;
@@ -34,10 +34,15 @@ static struct {
     _Atomic int wanted; /* threads that may still join the job; this and the next are read without the lock, to spin */
     _Atomic int inside; /* threads that are in it */
     int size;           /* threads of the pool */
-} pool = {.one_job = PTHREAD_MUTEX_INITIALIZER,
-          .lock = PTHREAD_MUTEX_INITIALIZER,
-          .started = PTHREAD_COND_INITIALIZER,
-          .finished = PTHREAD_COND_INITIALIZER};
+};
+
+#define EMPTY                              \
+    {.one_job = PTHREAD_MUTEX_INITIALIZER, \
+     .lock = PTHREAD_MUTEX_INITIALIZER,    \
+     .started = PTHREAD_COND_INITIALIZER,  \
+     .finished = PTHREAD_COND_INITIALIZER}
+
+static struct pool pool = EMPTY;
 
 static void take_units(job *todo)
 {
@@ -126,15 +131,7 @@ static void grow(int size)
 }
 
 /* In the child only the forking thread exists, and it was not inside a job. */
-static void empty_after_fork(void)
-{
-    pthread_mutex_init(&pool.one_job, NULL);
-    pthread_mutex_init(&pool.lock, NULL);
-    pthread_cond_init(&pool.started, NULL);
-    pthread_cond_init(&pool.finished, NULL);
-    pool.current = NULL;
-    pool.wanted = pool.inside = pool.size = 0;
-}
+static void empty_after_fork(void) { pool = (struct pool)EMPTY; }
 
 static void watch_forks(void) { pthread_atfork(NULL, NULL, empty_after_fork); }
 

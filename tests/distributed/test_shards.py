@@ -336,6 +336,9 @@ def test_state_of_other_placements_is_refused(rank):
     single = SpeculativeCPUAdamW([nn.Parameter(torch.ones(4, 4))])
     with pytest.raises(ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*DTensor.*, expected floats"):
         single.load_state_dict(good)
+    single.param_groups[0]["params"][0].grad = parameter.grad
+    with pytest.raises(TypeError, match=r"^the gradient of .* is a DTensor .*, expected it like .* ordinary tensor"):
+        single.step()
     optimizer.state[parameter]["exp_avg"] = torch.ones(4, 4)
     with pytest.raises(ValueError, match="expected it like its parameter"):
         optimizer.step()

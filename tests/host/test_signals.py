@@ -182,6 +182,7 @@ def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send):
             in_section(send_all)
         assert handlers.seen == order
         assert chain(caught.value) == order[::-1]
+        assert caught.traceback[-1].name == "fail"
         handlers.check()
         with pytest.raises(PlantedError) as caught:
             interrupted([], error=(body := ValueError("inside")))
@@ -324,6 +325,20 @@ def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends
         assert chain(caught.value) == seen
         for number in (signal.SIGXCPU, signal.SIGVTALRM):
             signal.signal(number, handlers.handle)
+
+
+def test_nothing_is_kept_of_signals_that_came():
+    """Frames would keep their variables."""
+    counts = []
+    for _ in range(3):
+        for _ in range(20):
+            test_ctrl_c_comes_after_the_outermost_context(2)
+            test_every_signal_comes_in_its_order_and_all_their_errors_are_told(signal.raise_signal)
+            test_what_was_due_before_comes_before(SOME)
+            test_a_handler_that_was_replaced_is_not_called()
+        gc.collect()
+        counts.append(sys.getallocatedblocks())
+    assert counts[2] - counts[1] < 10
 
 
 def test_a_second_signal_may_end_the_process():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superadam.kernels.copies import copy_each
+from superadam.kernels import native
+from superadam.kernels.copies import copy_each, copy_on_kernel_threads
 from superadam.kernels.torch_private import is_short_of_memory
 
 
@@ -40,7 +41,7 @@ def test_copies_without_memory_arrive(error):
     ]
     sources = [torch.randn(one.shape) for one in targets]
     with Full(error):
-        copy_each(targets, sources)
+        copy_each(targets, [one.clone() for one in sources])
     assert all(map(torch.equal, targets, sources))
 
 
@@ -57,3 +58,16 @@ def test_errors_of_torchs_host_memory_are_told_by_their_words():
     assert is_short_of_memory(RuntimeError("Triton Error [HIP]:  Code: 2, Messsage: out of memory"))
     assert not is_short_of_memory(RuntimeError("a word about memory"))
     assert not is_short_of_memory(ValueError("CUDA error: out of memory"))
+
+
+def test_each_byte_is_copied_on_kernel_threads(monkeypatch):
+    """Of tensors that threads share, end within a thread's portion or lie otherwise, and not one after them."""
+    monkeypatch.setattr(native, "_num_threads", 2)
+    lengths = [0, 5, *(n * (1 << 18) + more for n in (1, 3) for more in (-1, 0, 1))]
+    sources = [torch.arange(n).to(torch.int8).view(-1, 1) for n in lengths]
+    sources.append(torch.arange(12).view(3, 4).t())
+    memory = [torch.full((one.numel() + 1,), -1, dtype=one.dtype) for one in sources]
+    targets = [one[:-1].view(source.shape) for one, source in zip(memory, sources, strict=True)]
+    copy_on_kernel_threads(targets, [one.clone() for one in sources])
+    assert all(map(torch.equal, targets, sources))
+    assert all(one[-1] == -1 for one in memory)

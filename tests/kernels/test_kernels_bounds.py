@@ -94,6 +94,17 @@ def test_no_byte_outside_is_touched(isa, which, fill, at_end):
         native.run(which, table, coefficient_table(), isa=isa, threads=1)
 
 
+@pytest.mark.parametrize("at_end", [True, False], ids=["ending at a guard", "beginning at a guard"])
+@in_child
+def test_no_byte_outside_is_compared_or_copied(at_end):
+    guards = Guards(Pass.SPECULATE)
+    for out, length in itertools.product((Dtype.BFLOAT16, Dtype.FLOAT16), LENGTHS):
+        table = guards.table(length, out, out, norm=False, at_end=at_end)
+        for everything in (False, True):
+            native.differing(table, np.zeros(1, np.int64), everything=everything)
+        native.copy(table["out"].copy(), table["gradient"].copy(), 2 * table["length"])
+
+
 @pytest.mark.parametrize(
     ("which", "prepared", "name", "change", "at_end"),
     [

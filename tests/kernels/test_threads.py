@@ -152,9 +152,17 @@ def processor_of(thread: int) -> int:
 @in_child
 def test_threads_leave_the_callers_processor_and_the_bounds_of_others_alone():
     """In virtual machines Linux wakes a thread where its waker runs, once the other processors have slept."""
-    first, second, *_ = sorted(os.sched_getaffinity(0))
+    first, second, *_ = sorted(every := os.sched_getaffinity(0))
     job, there = make_job(1 << 22, which=Pass.NORM), threads_now()
     caller = threading.get_native_id()
+    os.sched_setaffinity(caller, {first})
+    job.run("scalar", threads=2)
+    os.sched_setaffinity(caller, every)
+    (alone,) = threads_now() - there
+    for _ in range(10):
+        job.run("scalar", threads=2)
+        assert os.sched_getaffinity(alone) == {first}
+    os.sched_setaffinity(alone, every)
 
     def meetings() -> tuple[int, bool]:
         """Return how many jobs end with the thread where its caller is, and whether it leaves some processor."""

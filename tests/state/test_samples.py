@@ -69,6 +69,17 @@ def test_kernels_look_at_the_same_places(dtype: torch.dtype, length: int, data: 
     assert differs(copy, master, everything=True)
 
 
+@pytest.mark.parametrize("length", [8, 9, *(n * native.CHUNK + more for n in (1, 2, 63, 64) for more in (0, 1))])
+def test_kernels_look_at_the_same_places_where_another_chunk_begins(length: int) -> None:
+    copy, master, places = torch.ones(length, dtype=torch.bfloat16), torch.zeros(length), sampled_places(length)
+    copy[places] = 0
+    assert not differs(copy, master, everything=False)
+    for place in places:
+        copy[place] = 1
+        assert differs(copy, master, everything=False)
+        copy[place] = 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_pair_of_bit_patterns_differs_as_bits_do(dtype: torch.dtype) -> None:
     """NaN equals NaN, +0 and -0 differ, and masters are rounded as torch rounds them."""
