@@ -418,6 +418,9 @@ class OffloadScheduler(GradientHolder):
             self._hooks.remove()
             try:
                 self.optimizer.rollback()
+            except Exception:  # as of the worker, which is told once, before anything is rolled back
+                self.optimizer.rollback()
+                raise
             finally:
                 tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
                 self._binding.detach(self.optimizer.param_groups)

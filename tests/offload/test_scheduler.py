@@ -228,6 +228,22 @@ def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, mon
     assert_nothing_is_attached(model, optimizer)
 
 
+def test_closing_that_tells_of_the_worker_gives_gradients_back(monkeypatch):
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        with monkeypatch.context() as patch, nullcontext() if scheduler is None else pytest.raises(WorkerError):
+            if scheduler is not None:
+                fail_at(patch, Transaction, "speculate", 2, overlap.PlantedError("planted"))
+            loss_of(model, 2).backward()
+            if scheduler is not None:
+                scheduler.close()
+        assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+        optimizer.step()
+        train(model, optimizer, range(3, 5))
+
+    both(story, {"device": overlap.ThreadDevice()}, lambda: mlp(torch.bfloat16))
+
+
 @pytest.mark.parametrize("method", ["let_go", "look"])
 def test_binding_anew_that_has_failed_is_made_by_the_next_call(method, monkeypatch):
     found = []
