@@ -161,8 +161,9 @@ class OffloadScheduler(GradientHolder):
                 if self.placement.num_threads:
                     self._pipeline = Pipeline(self._transfers, self._autotuner)
                     self._check_process = self._pipeline.worker.check_process
-                    self._binding._lock.worker = getattr(self._pipeline.worker, "_thread", None)
                 self._binding.attach(self, optimizer.param_groups)
+                if self._pipeline is not None:
+                    self._binding._lock.worker = getattr(self._pipeline.worker, "_thread", None)
                 # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
                 self._end = forks.finalize(self, _end, self._pipeline, owned_device)
         except BaseException:

@@ -344,6 +344,16 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
     OffloadScheduler(optimizer, model).close()
 
 
+def test_a_refused_scheduler_leaves_the_lock_to_the_worker_of_the_first() -> None:
+    """A finalizer that uses the optimizer there would wait for it, and the training thread for the worker."""
+    with overlapped(device=overlap.ThreadDevice()) as (model, optimizer, scheduler):
+        with pytest.raises(RuntimeError, match="has a scheduler already"):
+            OffloadScheduler(optimizer, model, device=overlap.ThreadDevice())
+        scheduler._pipeline.worker.submit(lambda is_awaited: optimizer.zero_grad())
+        with pytest.raises(WorkerError, match="has used an optimizer"):
+            scheduler._pipeline.worker.drain()
+
+
 def test_a_closed_scheduler_leaves_no_hook_and_is_not_used_again() -> None:
     """Also where state was loaded before."""
     with overlapped(steps=1, num_threads=1, device=overlap.ThreadDevice()) as (model, optimizer, scheduler):
