@@ -334,28 +334,27 @@ class TakenGradient:
 
     @_change
     def absorb(self, new: Tensor) -> None:
-        """Add a micro-batch's gradient to an unrounded one, in its dtype."""
-        if self.factors:
-            self.pending, self.factors = self.scaled(), ()
-        elif self.in_use:
-            self.pending = self.ready().clone()
-        self._add(self.holder.unrounded(new).detach())
-        self._become(self.pending)
-
-    def become_sum(self, total: Tensor) -> None:
-        """Move into memory on the host, in its dtype, to which further micro-batches are added."""
-        gradient, self.pending, self.is_unrounded, self.exact_dtype = self.ready(), total, True, total.dtype
-        self._add(gradient.detach(), is_empty=True)
-
-    def _add(self, new: Tensor, *, is_empty: bool = False) -> None:
-        known = self.arrived
-        total = known if isinstance(known, HostSum) else HostSum(self.ready(), is_empty=is_empty)
+        """Add a micro-batch's gradient to an unrounded one, in its dtype; where that fails, nothing has changed."""
+        values = self.scaled() if self.factors else self.ready().clone() if self.in_use else self.pending
+        new, total = self.holder.unrounded(new).detach(), self.arrived
+        if not isinstance(total, HostSum):
+            self.ready()
+            total = HostSum(values, is_empty=False)
         if self.holder._adds(total, self, new):
             self.arrived = total
-        elif is_empty:
-            self.pending.copy_(new)
         else:
-            self.ready().add_(new.to(self.pending.device, self.pending.dtype))
+            self.ready()
+            values.add_(new.to(values.device, values.dtype))
+        self._become(values)
+
+    def become_sum(self, total: Tensor) -> None:
+        """Move into memory on the host, in its dtype, to which micro-batches are added; where that fails, stay."""
+        gradient, arrived = self.ready().detach(), HostSum(total, is_empty=True)
+        is_sent = self.holder._adds(arrived, self, gradient)
+        if not is_sent:
+            total.copy_(gradient)
+        self.arrived, self.pending = arrived if is_sent else None, total
+        self.is_unrounded, self.exact_dtype = True, total.dtype
 
     @_change
     def zero(self) -> None:

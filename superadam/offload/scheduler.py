@@ -161,8 +161,9 @@ class OffloadScheduler(GradientHolder):
                 if self.placement.num_threads:
                     self._pipeline = Pipeline(self._transfers, self._autotuner)
                     self._check_process = self._pipeline.worker.check_process
-                    self._binding._lock.worker = getattr(self._pipeline.worker, "_thread", None)
                 self._binding.attach(self, optimizer.param_groups)
+                if self._pipeline is not None:
+                    self._binding._lock.worker = getattr(self._pipeline.worker, "_thread", None)
                 # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
                 self._end = forks.finalize(self, _end, self._pipeline, owned_device)
         except BaseException:
@@ -418,6 +419,9 @@ class OffloadScheduler(GradientHolder):
             self._hooks.remove()
             try:
                 self.optimizer.rollback()
+            except Exception:  # as of the worker, which is told once, before anything is rolled back
+                self.optimizer.rollback()
+                raise
             finally:
                 tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
                 self._binding.detach(self.optimizer.param_groups)

@@ -169,8 +169,11 @@ class SeededWorker(Worker):
         self._raise_error()
 
     def wake(self) -> None:
-        while self._random.random() < 0.5 and self._idle():
-            pass
+        try:
+            while self._random.random() < 0.5 and self._idle():
+                pass
+        except Exception as error:
+            self._error = error  # which the next call tells, as that of a thread
 
     def close(self) -> None:
         while self._jobs:

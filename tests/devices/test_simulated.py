@@ -11,11 +11,12 @@ import pytest
 import torch
 from measures.paced_device import H200, PacedDevice
 from support.optimizers import DTYPES
-from support.overlap import layout_of
+from support.overlap import PlantedError, layout_of
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.interface import AllEvents
+from superadam.devices.worker import WorkerError
 from superadam.host.memory import HostNeeds
 from superadam.testing.accelerator import SimulatedEvent
 from superadam.testing.simulated import SimulatedDevice
@@ -238,6 +239,15 @@ def test_seeded_worker_does_any_number_of_its_jobs_and_of_its_idle_work_before_i
         assert worker.is_idle
     assert lags >= {0, 1, 2}
     assert amounts == {3, 2, 1, 0}
+
+
+def test_idle_work_that_fails_is_told_by_the_next_call_and_not_by_what_woke_the_worker() -> None:
+    """As a thread does: what wakes it is no call of the program's."""
+    worker = lazy().start_worker(mock.Mock(side_effect=PlantedError("planted")))
+    for _ in range(9):
+        worker.wake()
+    with pytest.raises(WorkerError, match="planted"):
+        worker.drain()
 
 
 def test_memory_of_a_device_that_is_gone_is_no_longer_pinned(caplog: pytest.LogCaptureFixture) -> None:

@@ -232,3 +232,36 @@ def test_sums_that_cannot_be_sent_are_left_to_the_step(error, device, monkeypatc
 
     scheduler = both(story, {"device": device})
     assert scheduler.statistics.buckets == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_micro_batch_that_cannot_be_added_leaves_the_gradient_as_it_was(is_first, monkeypatch):
+    """The program goes on with what it has: one that was to begin a sum, or a sum that was scaled and sent already."""
+
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> Any:
+        def backward(number: int, *, is_last: bool, fails: bool = False) -> None:
+            with monkeypatch.context() as patch, nullcontext() if is_last else announced(scheduler):
+                if fails and scheduler is not None:
+                    patch.setattr(scheduler, "_adds", Mock(side_effect=MemoryError("planted")))
+                with pytest.raises(MemoryError) if fails and scheduler is not None else nullcontext():
+                    loss_of(model, number).backward()
+
+        seen = []
+        for number in range(3):
+            optimizer.zero_grad()
+            backward(number, is_last=False, fails=is_first)
+            if not is_first:
+                backward(number + 10, is_last=True)
+            model.weight.grad.mul_(0.3)
+            if not is_first and scheduler is not None:
+                backward(number + 20, is_last=True, fails=True)
+            seen.append(model.weight.grad.clone())
+            optimizer.step()
+        return seen
+
+    def make() -> nn.Module:
+        model = mlp(layers=1)[0]
+        model.bias.requires_grad_(False)
+        return model
+
+    both(story, {"device": overlap.ImmediateDevice()}, make, max_grad_norm=None)

@@ -228,6 +228,22 @@ def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, mon
     assert_nothing_is_attached(model, optimizer)
 
 
+def test_closing_that_tells_of_the_worker_gives_gradients_back(monkeypatch):
+    def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        with monkeypatch.context() as patch, nullcontext() if scheduler is None else pytest.raises(WorkerError):
+            if scheduler is not None:
+                fail_at(patch, Transaction, "speculate", 2, overlap.PlantedError("planted"))
+            loss_of(model, 2).backward()
+            if scheduler is not None:
+                scheduler.close()
+        assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+        optimizer.step()
+        train(model, optimizer, range(3, 5))
+
+    both(story, {"device": overlap.ThreadDevice()}, lambda: mlp(torch.bfloat16))
+
+
 @pytest.mark.parametrize("method", ["let_go", "look"])
 def test_binding_anew_that_has_failed_is_made_by_the_next_call(method, monkeypatch):
     found = []
@@ -326,6 +342,16 @@ def test_second_scheduler_on_one_optimizer_is_refused() -> None:
         assert {*threading.enumerate()} <= threads
         train(model, optimizer, range(2))
     OffloadScheduler(optimizer, model).close()
+
+
+def test_a_refused_scheduler_leaves_the_lock_to_the_worker_of_the_first() -> None:
+    """A finalizer that uses the optimizer there would wait for it, and the training thread for the worker."""
+    with overlapped(device=overlap.ThreadDevice()) as (model, optimizer, scheduler):
+        with pytest.raises(RuntimeError, match="has a scheduler already"):
+            OffloadScheduler(optimizer, model, device=overlap.ThreadDevice())
+        scheduler._pipeline.worker.submit(lambda is_awaited: optimizer.zero_grad())
+        with pytest.raises(WorkerError, match="has used an optimizer"):
+            scheduler._pipeline.worker.drain()
 
 
 def test_a_closed_scheduler_leaves_no_hook_and_is_not_used_again() -> None:
