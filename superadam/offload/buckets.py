@@ -190,7 +190,7 @@ class Bucketer:
 
     Args:
         device: that gradients are on.
-        holder: of the gradients that are taken.
+        holder: of the gradients that are taken; it is referenced weakly.
         bucket_numel: elements from which on a bucket is full, with the piece that fills it; may be changed.
         round_taken: `Transfers.round_taken` where gradients are rounded on their way.
 
@@ -212,7 +212,7 @@ class Bucketer:
         self.resident: frozenset[Piece] = frozenset()
         self.last: Piece | None = None
         self._device = device
-        self._holder, self._round_taken = holder, round_taken
+        self._holder, self._round_taken = weakref.ref(holder), round_taken  # it has this one, too
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         # By whether they are resident. What an error lets miss its bucket is left to step().
@@ -285,7 +285,7 @@ class Bucketer:
         if local is None or (type(local) is Tensor and state.fault_of(local) is not None):  # others may raise anything
             return None  # step() raises it
         del gradient, local  # a second reference, with which it could not be taken
-        taken = take_gradient(parameter, state, self._holder)
+        taken = take_gradient(parameter, state, self._holder())
         self._is_refused |= taken is None
         return taken
 

@@ -27,7 +27,8 @@ class Line:
         self.sent: list[Bucket] = []
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.states = [ParameterState(p, row, f"p{row}") for row, p in enumerate(self.parameters)]
-        self.bucketer = Bucketer(device or PlainDevice(), NotingHolder(), bucket_numel)
+        self.holder = NotingHolder()
+        self.bucketer = Bucketer(device or PlainDevice(), self.holder, bucket_numel)
         self.bucketer.take_from(self.states)
 
     @property

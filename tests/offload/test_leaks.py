@@ -185,6 +185,26 @@ def test_an_optimizer_keeps_nothing_of_a_scheduler_that_was_closed(device: str) 
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.parametrize("device", [device for device, make in DEVICES.items() if make is not None])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_optimizer_is_freed_at_once_where_its_scheduler_was_closed(device: str, steps: int) -> None:
+    """As one of torch is, with all of its state: Python's garbage collector counts objects, not their memory."""
+    model = mlp(torch.bfloat16, 4, 2)
+    optimizer = adam(model)
+    with scheduler_for(device, optimizer, model) as scheduler:
+        for _ in range(steps):
+            one_of_each(model, optimizer, scheduler)
+        backward(model)
+    references = [weakref.ref(optimizer), weakref.ref(scheduler)]
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer, scheduler
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_an_optimizer_that_is_dropped_with_an_open_scheduler_is_freed(device: str, steps: int) -> None:
