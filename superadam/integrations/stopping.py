@@ -46,7 +46,7 @@ class _KnowsBest(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Name the checkpoint of the best step, if that was saved."""
-        folder = os.path.join(args.output_dir, f"checkpoint-{state.best_global_step}")
+        folder = os.path.join(str(args.output_dir), f"checkpoint-{state.best_global_step}")
         if state.best_global_step and os.path.isdir(folder):
             state.best_model_checkpoint = folder
 
