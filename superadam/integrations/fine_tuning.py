@@ -217,7 +217,8 @@ def check_ranks(training: Any, *, superadam: bool, rehearses: bool) -> None:
     `training` is TRL's `SFTConfig`. torch's optimizer may do without FSDP2; `rehearses` says that
     `superadam.integrations.rehearsal.shard_on_cpus` will be called. Raises RefusedError.
     """
-    if not superadam:
+    is_alone = training.world_size == 1 and "LOCAL_RANK" not in os.environ  # else Accelerate shards for one rank, too
+    if is_alone or not superadam:
         return
     launch = "accelerate launch --config_file examples/presets/fsdp2.yaml"
     version = rehearsal.fsdp_version(training)

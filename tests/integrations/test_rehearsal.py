@@ -76,6 +76,7 @@ def test_fsdp1_is_refused_before_anything_is_loaded(count, monkeypatch):
     training = ranks()
     training.world_size = count
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     for version in (None, "1"):
         monkeypatch.setenv("FSDP_VERSION", version) if version else monkeypatch.delenv("FSDP_VERSION", raising=False)
         with pytest.raises(RefusedError, match=told):
@@ -87,6 +88,9 @@ def test_fsdp1_is_refused_before_anything_is_loaded(count, monkeypatch):
     training.fsdp_config = {"version": 1}
     with pytest.raises(RefusedError, match=told):
         check_ranks(training, superadam=True, rehearses=True)
+    monkeypatch.delenv("LOCAL_RANK")
+    training.world_size = 1  # not started by a launcher, so that nothing is sharded
+    check_ranks(training, superadam=True, rehearses=True)
 
 
 def test_ranks_that_were_started_so_are_not_told_to_start_so(monkeypatch):
