@@ -138,7 +138,7 @@ def train() -> None:
     # Masters are fp32 on the host; autocast would add fp32 copies. SIGTERM, as of a preemption, saves.
     defaults = {"dtype": "bfloat16", "bf16": False, "activation_checkpointing": True, "enable_jit_checkpoint": True}
     classes = (FineTuning, ScriptArguments, SFTConfig, ModelConfig)
-    (arguments, script, training, model), given = fine_tuning.parse(classes, rehearsal.words(sys.argv[1:]), **defaults)
+    (arguments, script, training, model), given = fine_tuning.parse(classes, sys.argv[1:], **defaults)
     is_ours, evaluates = arguments.optimizer == "superadam", training.eval_strategy != "no"
     if not script.dataset_name or not model.model_name_or_path:
         raise RefusedError("say what to train and on what, with --model_name_or_path and --dataset_name")

@@ -26,7 +26,7 @@ except ImportError as error:
         f"superadam.integrations.fine_tuning needs trl ({error}); install superadam with its extra finetune"
     ) from error
 
-from superadam.integrations.rehearsal import asks_for_fsdp
+from superadam.integrations import rehearsal
 
 _Result = TypeVar("_Result")
 
@@ -115,13 +115,17 @@ def attempt(call: Callable[[], _Result], subject: str, remedy: str) -> _Result:
 def parse(classes: Iterable[Any], words: Sequence[str], **defaults: Any) -> tuple[list[Any], dict[str, str]]:
     """Return one object of each dataclass, as `trl.TrlParser` does, and the options that were given, as words by name.
 
-    `--config FILE` stands for the words of a YAML file, which come first. Raises RefusedError where an option does not
-    exist, its value does not fit, or the file cannot be read, and DistError where the ranks could not meet.
+    `--config FILE` stands for the words of a YAML file, which come first. Where they ask for a rehearsal, it is small.
+    Raises RefusedError where an option does not exist, its value does not fit, or the file cannot be read, and
+    DistError where the ranks could not meet.
     """
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    in_file: list[str] = []
     if "--config" in words:
         at = words.index("--config")
-        words = [*_words_of_file(Path((words[at + 1 : at + 2] or ["none"])[0])), *words[:at], *words[at + 2 :]]
+        in_file = _words_of_file(Path((words[at + 1 : at + 2] or ["none"])[0]))
+        words = [*words[:at], *words[at + 2 :]]
+    words = rehearsal.words(words, in_file)
     parser = _Parser(list(classes), allow_abbrev=False)
     parser.set_defaults(**defaults)
     *found, rest = attempt(
@@ -213,10 +217,16 @@ def check_ranks(training: Any, *, superadam: bool, rehearses: bool) -> None:
     `training` is TRL's `SFTConfig`. torch's optimizer may do without FSDP2; `rehearses` says that
     `superadam.integrations.rehearsal.shard_on_cpus` will be called. Raises RefusedError.
     """
-    if training.world_size == 1 or not superadam:
+    is_alone = training.world_size == 1 and "LOCAL_RANK" not in os.environ  # else Accelerate shards for one rank, too
+    if is_alone or not superadam:
         return
     launch = "accelerate launch --config_file examples/presets/fsdp2.yaml"
-    if not asks_for_fsdp(training):
+    version = rehearsal.fsdp_version(training)
+    if version not in (None, "2"):
+        raise RefusedError(f"FSDP{version} was asked for, whose shards cannot be followed; start with {launch}")
+    if training.world_size == 1:
+        return
+    if version is None:
         raise RefusedError(f"{training.world_size} ranks were started without FSDP2; start them with {launch}")
     if training.device.type == "cpu" and not rehearses:
         raise RefusedError(

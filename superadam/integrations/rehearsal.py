@@ -23,14 +23,18 @@ SIZES = {
 """What a configuration has of these becomes that small."""
 
 
-def words(given: Sequence[str]) -> list[str]:
-    """Return the words of a command line, with those that make a rehearsal small where it asks for one."""
-    at = [number for number, word in enumerate(given) if word.partition("=")[0] == "--rehearse"]
-    after = [given[number].partition("=")[2] or (*given[number + 1 :], "true")[0] for number in at]
-    if not any(word.lower() not in ("false", "no", "0") for word in after):
-        return list(given)
+def words(given: Sequence[str], in_file: Sequence[str] = ()) -> list[str]:
+    """Return the words of a file and of a command line, between them those that make a rehearsal small if one is due.
+
+    It is where the last word about it asks for one. What the command line gives counts more than what the file does.
+    """
+    every = [*in_file, *given]
+    at = [number for number, word in enumerate(every) if word.partition("=")[0] == "--rehearse"]
+    after = [every[number].partition("=")[2] or (*every[number + 1 :], "true")[0] for number in at]
+    if not after or after[-1].lower() in ("false", "no", "0"):
+        return every
     usual = {"use_cpu": "true", "max_steps": 4, "max_length": SIZES["max_position_embeddings"], "logging_steps": 1}
-    return [*(word for name, value in usual.items() for word in (f"--{name}", str(value))), *given]
+    return [*in_file, *(word for name, value in usual.items() for word in (f"--{name}", str(value))), *given]
 
 
 def small(config: Any, vocabulary: int) -> Any:
@@ -42,14 +46,18 @@ def small(config: Any, vocabulary: int) -> Any:
     return type(config)(**{**values, **sizes, "vocab_size": vocabulary, "pad_token_id": None})
 
 
-def asks_for_fsdp(training: Any) -> bool:
-    """Whether a Trainer's arguments or `accelerate launch` ask for FSDP."""
-    return bool(training.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
+def fsdp_version(training: Any) -> str | None:
+    """Return the version of FSDP that a Trainer's arguments ask for, or `accelerate launch` does; None for none."""
+    if training.fsdp:
+        return str((training.fsdp_config or {}).get("version", 2))
+    is_asked_for = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
+    return os.environ.get("FSDP_VERSION", "1") if is_asked_for else None
 
 
 def shard_on_cpus() -> None:
-    """Let Accelerate shard with FSDP2 on CPUs, for which it has no name of its own; before a Trainer is made.
+    """Let Accelerate shard with FSDP2 on CPUs, for which it has no name of its own.
 
+    Call it when the `TrainingArguments` are made, which begin anew there, and before the Trainer is.
     Its process group, of gloo, exists already, so that the name of another device changes nothing else.
     """
     from accelerate.state import PartialState

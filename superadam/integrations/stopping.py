@@ -6,6 +6,7 @@ for each other forever.
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any, Self
 
@@ -22,9 +23,10 @@ except ImportError as error:
 
 
 def train_to_last_step(trainer: Trainer, checkpoint: str | None = None) -> None:
-    """Train, from a checkpoint if one is given, and make no step after the last one.
+    """Train, from a checkpoint if one is given, make no step after the last one, and load one best checkpoint, if any.
 
-    The Trainer alone makes one where it resumes the checkpoint of its last step within an epoch.
+    The Trainer alone makes one where it resumes the checkpoint of its last step within an epoch, and its ranks may load
+    different ones, or wait for each other, where checkpoints hold shards.
     """
     batches_of_step = trainer.get_batch_samples
 
@@ -35,7 +37,20 @@ def train_to_last_step(trainer: Trainer, checkpoint: str | None = None) -> None:
         return [], None
 
     trainer.get_batch_samples = get_batch_samples  # type: ignore[method-assign]
+    trainer.callback_handler.callbacks.insert(0, _KnowsBest())  # others may forget it again
     trainer.train(resume_from_checkpoint=checkpoint)
+
+
+class _KnowsBest(TrainerCallback):
+    """Looks for the best checkpoint once it is there: the Trainer does before, when other ranks may have made it."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Name the checkpoint of the best step, if that was saved."""
+        folder = os.path.join(str(args.output_dir), f"checkpoint-{state.best_global_step}")
+        if state.best_global_step and os.path.isdir(folder):
+            state.best_model_checkpoint = folder
+
+    on_train_begin = on_save  # of a run that goes on
 
 
 class SavesOnSignal(TrainerCallback):

@@ -16,7 +16,7 @@ from torch.utils.serialization import config as serialization
 
 from superadam.host.memory import gigabytes
 from superadam.host.signals import THIS_THREAD
-from superadam.integrations.rehearsal import asks_for_fsdp
+from superadam.integrations.rehearsal import fsdp_version
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim.arguments import checked_storage, parameters_of, without_wrapper
@@ -108,10 +108,10 @@ def _check_way_of_training(trainer: Trainer) -> None:
     elif getattr(trainer, "is_distributed_loading_by_transformers", False):
         return  # sharded when it was loaded, by fully_shard; else the scheduler refuses it
     elif trainer.args.parallel_mode == ParallelMode.DISTRIBUTED and trainer.args.world_size > 1:
-        if trainer.args.device.type == "cpu" and asks_for_fsdp(trainer.args):
+        if trainer.args.device.type == "cpu" and fsdp_version(trainer.args):
             raise RuntimeError(
                 "Accelerate shards no model on CPUs, although FSDP2 was asked for; call shard_on_cpus() of "
-                "superadam.integrations.rehearsal before the Trainer is made, or train on GPUs"
+                "superadam.integrations.rehearsal between TrainingArguments and Trainer, or train on GPUs"
             )
         raise RuntimeError(
             "the Trainer would use DistributedDataParallel, which reduces gradients after a scheduler has taken them; "

@@ -26,7 +26,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import transformers as integration
-from superadam.integrations.stopping import SavesOnSignal
+from superadam.integrations.stopping import SavesOnSignal, train_to_last_step
 from superadam.integrations.transformers import offload
 
 pytestmark = [pytest.mark.slow, *MARKS]
@@ -517,6 +517,23 @@ def test_checkpoint_of_a_run_that_is_stopped_is_saved_once_and_kept(step, option
     assert saved[-1] == trainer.state.global_step == step
     assert len({*saved}) == len(saved)
     assert (tmp_path / f"checkpoint-{step}" / "trainer_state.json").exists()
+
+
+def test_the_best_checkpoint_is_that_of_the_best_step_where_ranks_make_folders_late(tmp_path, monkeypatch):
+    """As under FSDP2, where nothing but shards is saved, after the Trainer has looked for the best checkpoint."""
+    monkeypatch.setattr(Trainer, "save_model", Mock())
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", lambda self, folder: Path(folder).mkdir(parents=True))
+    monkeypatch.setattr(Trainer, "_load_best_model", lambda self: loaded.append(self.state.best_model_checkpoint))
+    loaded: list[str] = []
+    options: dict[str, Any] = {**STEPS, "save_total_limit": 2, "load_best_model_at_end": True}
+    trainer = trainer_in(tmp_path, torch.bfloat16, **options)
+    train_to_last_step(trainer)
+    last = trainer.state.max_steps
+    assert trainer.state.best_global_step == last
+    again = trainer_in(tmp_path, torch.bfloat16, **options)  # makes no step, and reads what the one before knew
+    monkeypatch.setattr(Trainer, "_load_from_checkpoint", Mock())
+    train_to_last_step(again, str(tmp_path / f"checkpoint-{last}"))
+    assert loaded == [str(tmp_path / f"checkpoint-{last}")] * 2
 
 
 @pytest.mark.parametrize("gigabytes", [0.001, 24])

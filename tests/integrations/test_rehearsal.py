@@ -1,6 +1,7 @@
 """A rehearsal trains a small model of the kind that was asked for; ranks that would not be sharded are refused."""
 
 import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from support.presets import PRESETS
 
 transformers: Any = pytest.importorskip("transformers")
-pytest.importorskip("trl")
+trl: Any = pytest.importorskip("trl")
 
 from superadam.integrations import rehearsal  # noqa: E402
-from superadam.integrations.fine_tuning import RefusedError, check_ranks  # noqa: E402
+from superadam.integrations.fine_tuning import RefusedError, check_ranks, parse  # noqa: E402
 from superadam.integrations.transformers import _check_way_of_training  # noqa: E402
 
 
@@ -42,6 +43,20 @@ def test_what_is_given_counts_more_than_what_a_rehearsal_sets(words):
     assert made.index("4") == made.index("--max_steps") + 1 < made.index("9")
 
 
+@dataclass
+class _Rehearsal:
+    rehearse: bool = False
+
+
+def test_a_file_may_ask_for_a_rehearsal_and_counts_less_than_what_that_sets(tmp_path):
+    file = tmp_path / "rehearsal.yaml"
+    file.write_text("max_steps: 9\nrehearse: true\nlogging_steps: 7\n")
+    for more, steps, logs in (([], 4, 1), (["--max_steps", "5"], 5, 1), (["--rehearse", "no"], 9, 7)):
+        words = ["--config", str(file), "--use_cpu", *more]
+        (_, made), _ = parse([_Rehearsal, trl.SFTConfig], words, bf16=False)
+        assert (made.max_steps, made.logging_steps) == (steps, logs)
+
+
 def ranks(device: str = "cpu", **fields: Any) -> Any:
     return SimpleNamespace(world_size=2, device=torch.device(device), fsdp=None, **fields)
 
@@ -54,8 +69,33 @@ def test_ranks_without_fsdp2_are_told_how_to_start(variable, monkeypatch):
     check_ranks(ranks(), superadam=False, rehearses=False)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_fsdp1_is_refused_before_anything_is_loaded(count, monkeypatch):
+    """It is what `accelerate launch` takes where no version is named; those of the arguments count more."""
+    told = r"FSDP1 was asked for, .*; start with accelerate launch --config_file examples/presets/fsdp2.yaml"
+    training = ranks()
+    training.world_size = count
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for version in (None, "1"):
+        monkeypatch.setenv("FSDP_VERSION", version) if version else monkeypatch.delenv("FSDP_VERSION", raising=False)
+        with pytest.raises(RefusedError, match=told):
+            check_ranks(training, superadam=True, rehearses=True)
+        check_ranks(training, superadam=False, rehearses=True)
+    training.fsdp, training.fsdp_config = True, {"version": 2}
+    check_ranks(training, superadam=True, rehearses=True)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    training.fsdp_config = {"version": 1}
+    with pytest.raises(RefusedError, match=told):
+        check_ranks(training, superadam=True, rehearses=True)
+    monkeypatch.delenv("LOCAL_RANK")
+    training.world_size = 1  # not started by a launcher, so that nothing is sharded
+    check_ranks(training, superadam=True, rehearses=True)
+
+
 def test_ranks_that_were_started_so_are_not_told_to_start_so(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(RefusedError, match=r"shards no model on CPUs, .*; add --rehearse, or use GPUs"):
         check_ranks(ranks(), superadam=True, rehearses=False)
     check_ranks(ranks(), superadam=True, rehearses=True)
