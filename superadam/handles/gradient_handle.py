@@ -161,18 +161,16 @@ class GradientHandle(torch.Tensor):
         return copied.requires_grad_() if self.requires_grad else copied
 
     @_ordinarily
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Tensor:
         if self.grad_fn is not None:  # as in torch, which refuses it
             return Tensor.as_subclass(self, Tensor).__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
         if id(self) in memo:  # torch copies the gradient of a tensor without asking
             return memo[id(self)]  # type: ignore[no-any-return]
         if self.taken.given is not None:
-            copied = _memory(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        else:  # copies of aliases are aliases, too
-            if id(self.taken) not in memo:
-                memo[id(self.taken)] = self.taken.value().detach().clone()
-            copied = memo[id(self.taken)].detach()
-        memo[id(self)] = copied
+            whole = _memory(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        elif (whole := memo.get(self.taken)) is None:  # copies of aliases are aliases, too
+            whole = memo[self.taken] = self.taken.value().detach().clone()
+        copied = memo[id(self)] = whole.detach()  # with attributes of its own, as this has
         vars(copied).update(copy.deepcopy(attributes_of(self), memo))
         # Transforms refuse any call of requires_grad_().
         return copied.requires_grad_() if self.requires_grad else copied  # type: ignore[no-any-return]

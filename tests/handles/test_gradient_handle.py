@@ -180,6 +180,17 @@ def _with_a_label(parameter: Any, edit: Callable[[Any], object] = lambda paramet
     return [labels, own]
 
 
+def _label_of_a_copy(parameter: Any) -> str:
+    """Return an attribute that was set after a write, of what is copied together with a reference from before."""
+    before = parameter.grad
+    before.label = "first"
+    before.add_(1)
+    parameter.grad.label = "second"
+    label = copy.deepcopy([parameter.grad, before])[0].label
+    del parameter.grad.label
+    return label  # type: ignore[no-any-return]
+
+
 def _in_a_transform(act: Callable[[], object]) -> Tensor:
     return torch.vmap(lambda one: (act(), one)[1])(torch.ones(2))
 
@@ -460,6 +471,7 @@ WRITTEN: dict[str, Operation] = {
     "deep copies of a view": lambda p, held: _aliases_copied_together(p, is_view=True),
     "attribute": lambda p, held: _with_a_label(p),
     "attribute of what is written to": lambda p, held: _with_a_label(p, lambda p: p.grad.add_(1)),
+    "attribute that is set later": lambda p, held: _label_of_a_copy(p),
     "saved by a graph": lambda p, held: _graph_of_edited(p),
     "requires grad": lambda p, held: _requiring_grad(p),
     "in another parameter": lambda p, held: _in_another_parameter(p),
