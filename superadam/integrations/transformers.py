@@ -108,7 +108,7 @@ def _check_way_of_training(trainer: Trainer) -> None:
     elif getattr(trainer, "is_distributed_loading_by_transformers", False):
         return  # sharded when it was loaded, by fully_shard; else the scheduler refuses it
     elif trainer.args.parallel_mode == ParallelMode.DISTRIBUTED and trainer.args.world_size > 1:
-        if trainer.args.device.type == "cpu" and fsdp_version(trainer.args):
+        if trainer.args.device.type == "cpu" and fsdp_version(trainer.args) == "2":
             raise RuntimeError(
                 "Accelerate shards no model on CPUs, although FSDP2 was asked for; call shard_on_cpus() of "
                 "superadam.integrations.rehearsal between TrainingArguments and Trainer, or train on GPUs"

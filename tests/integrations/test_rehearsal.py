@@ -104,6 +104,8 @@ def test_ranks_that_were_started_so_are_not_told_to_start_so(monkeypatch):
     trainer: Any = SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, args=ranks(parallel_mode=mode))
     with pytest.raises(RuntimeError, match=r"shards no model on CPUs, .*; call shard_on_cpus\(\)"):
         _check_way_of_training(trainer)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
-    with pytest.raises(RuntimeError, match=r"would use DistributedDataParallel, .*; train on several GPUs with FSDP2"):
-        _check_way_of_training(trainer)
+    for name, value in (("FSDP_VERSION", "1"), ("ACCELERATE_USE_FSDP", "false")):
+        monkeypatch.setenv(name, value)
+        told = r"would use DistributedDataParallel, .*; train on several GPUs with FSDP2"
+        with pytest.raises(RuntimeError, match=told):
+            _check_way_of_training(trainer)
