@@ -170,7 +170,7 @@ class SeededWorker(Worker):
 
     def wake(self) -> None:
         try:
-            while self._random.random() < 0.5 and self._idle():
+            while self._error is None and self._random.random() < 0.5 and self._idle():
                 pass
         except Exception as error:
             self._error = error  # which the next call tells, as that of a thread

@@ -243,9 +243,11 @@ def test_seeded_worker_does_any_number_of_its_jobs_and_of_its_idle_work_before_i
 
 def test_idle_work_that_fails_is_told_by_the_next_call_and_not_by_what_woke_the_worker() -> None:
     """As a thread does: what wakes it is no call of the program's."""
-    worker = lazy().start_worker(mock.Mock(side_effect=PlantedError("planted")))
+    idle = mock.Mock(side_effect=PlantedError("planted"))
+    worker = lazy().start_worker(idle)
     for _ in range(9):
         worker.wake()
+    assert idle.call_count == 1  # nothing runs behind an error
     with pytest.raises(WorkerError, match="planted"):
         worker.drain()
 
