@@ -8,17 +8,16 @@ import rich.console
 from rich import box
 from rich.table import Table
 
-LEAST_WIDTH = 80
-"""In characters: a terminal that says that it has fewer, as some say 0, gets this many; columns would be lost else, or
-be as narrow as a letter or two."""
+LEAST_WIDTH = 60
+"""In characters: a terminal that says that it has fewer, as some say 0, gets this many; else columns would be lost."""
 
 
 class Console(rich.console.Console):
     """Prints words as they are, and raises BrokenPipeError as any other error of its stream instead of ending."""
 
-    def __init__(self, **how: Any) -> None:
+    def __init__(self, *, least_width: int = LEAST_WIDTH, **how: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **how)
-        self.width = max(self.width, LEAST_WIDTH)
+        self.width = max(self.width, least_width)
 
     def on_broken_pipe(self) -> None:
         """Raise what rich has caught."""

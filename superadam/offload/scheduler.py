@@ -419,7 +419,7 @@ class OffloadScheduler(GradientHolder):
             self._hooks.remove()
             try:
                 self.optimizer.rollback()
-            except Exception:  # as of the worker, which is told once, before anything is rolled back
+            except BaseException:  # as of the worker, which is told once, before anything is rolled back, or Ctrl-C
                 self.optimizer.rollback()
                 raise
             finally:

@@ -531,11 +531,12 @@ class SpeculativeCPUAdam(Optimizer):
         values = dict(state)
         published = values.pop("state", None)  # a property here: it must not land in __dict__
         with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
-            if published is not None and "_binding" in self.__dict__:  # first, as it may raise: of memory, say
+            # First where there was one, as it may raise: of memory, say. Without a new one the old one stays, as in torch.
+            if published is not None and "_binding" in self.__dict__:
                 self.state, published = published, None
             super().__setstate__(values)
             _lighten_step(type(self))
-            if published is not None:  # else it stays, as in torch
+            if published is not None:
                 self.state = published
 
     @_whole

@@ -228,12 +228,16 @@ def test_closing_that_has_failed_is_finished_by_the_next_call(method, after, mon
     assert_nothing_is_attached(model, optimizer)
 
 
-def test_closing_that_tells_of_the_worker_gives_gradients_back(monkeypatch):
+@pytest.mark.parametrize("how", ["speculate", "rollback"])
+def test_closing_that_tells_of_the_worker_or_meets_ctrl_c_gives_gradients_back(how, monkeypatch):
+    told, error = (WorkerError, overlap.PlantedError) if how == "speculate" else (KeyboardInterrupt, KeyboardInterrupt)
+
     def story(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         train(model, optimizer, range(2))
-        with monkeypatch.context() as patch, nullcontext() if scheduler is None else pytest.raises(WorkerError):
+        with monkeypatch.context() as patch, nullcontext() if scheduler is None else pytest.raises(told):
             if scheduler is not None:
-                fail_at(patch, Transaction, "speculate", 2, overlap.PlantedError("planted"))
+                at = (Transaction, how, 2) if how == "speculate" else (SpeculativeCPUAdam, how, 1)
+                fail_at(patch, *at, error("planted"))
             loss_of(model, 2).backward()
             if scheduler is not None:
                 scheduler.close()

@@ -100,7 +100,7 @@ def show(answer: Any) -> None:
     from superadam.cli.console import Console
     from superadam.cli.plan import report
 
-    console = Console()
+    console = Console(least_width=80)  # in less, a column would have a letter or two
     console.print(report.title(answer))
     console.print(report.memory_table(answer))
     for line in report.verdict(answer):
