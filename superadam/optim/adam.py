@@ -531,7 +531,7 @@ class SpeculativeCPUAdam(Optimizer):
         values = dict(state)
         published = values.pop("state", None)  # a property here: it must not land in __dict__
         with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
-            # First where there was one, as it may raise: of memory, say. Without a new one the old one stays, as in torch.
+            # First where there was one, as it may raise: of memory, say. Without a new one that stays, as in torch.
             if published is not None and "_binding" in self.__dict__:
                 self.state, published = published, None
             super().__setstate__(values)
