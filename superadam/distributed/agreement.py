@@ -54,7 +54,7 @@ class _Words(NamedTuple):
     limit: float = math.inf  # of the norm; inf for none
     is_new: float = 0.0  # 1: the rank has parameters that it has not described
     nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
-    sums: Any = ()  # of squares: of elements that this rank alone counts, then one for each `_Copies`
+    sums: Any = ()  # as `Ranks.norm` says: class 0 is what this rank alone counts, each other one a `_Copies`
 
 
 _exchanges = itertools.count(1)  # of descriptions on this rank; the count of the group's first rank names the optimizer
@@ -100,8 +100,9 @@ class Ranks:
     ) -> RanksNorm:
         """Return the norm of the gradients of all ranks, and their number of Inf and NaN, replicas included.
 
-        `nonfinite` is that of this rank. `sums` returns its sums of squares, one for each class from 0 on, where it is
-        given the class of each parameter. A `limit` of None is none.
+        `nonfinite` is that of this rank. `sums` is given the class of each parameter. It returns this rank's sum of
+        squares of class 0, and for each class from 1 on its sum and its number of elements without a gradient. A
+        `limit` of None is none.
 
         Raises RuntimeError, on every rank alike: another rank failed, ended, or is elsewhere in the program, or the
         ranks have different limits, parts of different parameters, or different gradients of the same ones.
@@ -121,11 +122,14 @@ class Ranks:
         for words in every:
             total += words.sums[0]
         differing = None
-        for position, (groups, bound) in enumerate(self._copies.items(), 1):
-            parts = [[every[self.members.index(rank)].sums[position] for rank in group] for group in groups]
-            copied = [functools.reduce(operator.add, each) for each in parts]  # sum() rounds by the version of Python
+        for position, (groups, bound) in enumerate(self._copies.items()):
+            parts = [[every[self.members.index(rank)].sums[2 * position + 1 :] for rank in group] for group in groups]
+            copied, lacking = (  # sum() rounds by the version of Python
+                [functools.reduce(operator.add, (sums[k] for sums in each)) for each in parts] for k in (0, 1)
+            )
             total += copied[0]
-            if max(copied) != min(copied) and not max(copied) - min(copied) <= bound * min(copied):
+            is_near = max(copied) == min(copied) or max(copied) - min(copied) <= bound * min(copied)
+            if not is_near or max(lacking) != min(lacking):  # some have none where others have zeros, which make a step
                 differing = groups
         total = math.sqrt(total)
         if count or differing is not None:
@@ -209,7 +213,7 @@ class Ranks:
         """Return the words of each rank, in the order of `members`."""
         if len(self.members) == 1:
             return [mine]
-        room = [0.0] * (-(-(1 + len(self._copies)) // _PADDING) * _PADDING)
+        room = [0.0] * (-(-(1 + 2 * len(self._copies)) // _PADDING) * _PADDING)
         sums = [*mine.sums, *room][: len(room)]
         sent = torch.tensor([*mine[:-1], *sums], dtype=torch.float64, device=self.device)
         received = sent.new_empty(len(self.members), len(sent))

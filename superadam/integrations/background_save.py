@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from superadam.host.signals import THIS_THREAD
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.kernels.torch_private import timeout_of
 
@@ -93,17 +92,15 @@ def gloo_group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a gloo group of the same ranks, made once, on which collectives run at the same time as those of training.
 
     It waits for ranks as long as the given one does. After `destroy_process_group()` another one is made; a save under
-    way keeps its own. Where torch.distributed is not used, None; on another rank, the given one, for it to be refused.
+    way keeps its own. Where torch.distributed is not used, None. Signals have to be deferred: a rank that an interrupt
+    keeps from this would make another group alone.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     key: Any = group or dist.group.WORLD
-    if dist.get_rank(key) < 0:
-        return group
     if key not in _groups:
         ranks = dist.get_process_group_ranks(key)
         is_part = len(ranks) < dist.get_world_size()
-        with THIS_THREAD.without_handlers:  # else Ctrl-C on one rank would let it make another one alone
-            made = dist.new_group(ranks, backend="gloo", timeout=timeout_of(key), use_local_synchronization=is_part)
-            _groups[key] = cast(dist.ProcessGroup, made)
+        made = dist.new_group(ranks, backend="gloo", timeout=timeout_of(key), use_local_synchronization=is_part)
+        _groups[key] = cast(dist.ProcessGroup, made)
     return _groups[key]

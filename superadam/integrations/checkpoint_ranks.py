@@ -90,6 +90,17 @@ class CheckpointRanks:
             )
         return seen[0]
 
+    def require_same(self, **values: object) -> None:
+        """Raise CheckpointError unless all ranks have the same values of the same names."""
+        every = self.gather({name: repr(value) for name, value in values.items()})
+        for name in dict.fromkeys(itertools.chain(*every)):
+            here, there = every[0].get(name), [each.get(name) for each in every]
+            if others := [rank for rank, its in enumerate(there) if its != here]:
+                raise CheckpointError(
+                    f"{self.failure}: {name} is {here} on rank 0 and {there[others[0]]} on rank {others[0]}, expected "
+                    f"the same on all ranks; {self.outcome}"
+                )
+
     def require_alike(self, names: object, seen: Sequence[list[float]] = ()) -> None:
         """Raise CheckpointError unless all ranks have the same names of tensors, and nearly the same ordinary ones."""
         every = self.gather((names, seen))

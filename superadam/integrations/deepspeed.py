@@ -57,6 +57,7 @@ def load(
     ranks = CheckpointRanks(
         process_group, f"cannot load DeepSpeed's checkpoint from {folder}", "", "nothing was loaded"
     )
+    ranks.require_same(folder=str(folder))
     checkpoint, targets = ranks.run(lambda: _opened(Path(folder), model, optimizer))
     ranks.run(lambda: checkpoint.verify(ranks.rank, ranks.size))
 

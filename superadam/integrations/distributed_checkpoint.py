@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
@@ -27,7 +27,7 @@ from torch.utils.serialization import config as serialization
 from superadam.host.files import synchronize
 from superadam.host.machine import Host
 from superadam.host.memory import Claim, gigabytes
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.integrations import background_save, checkpoint_contents, checkpoint_folder, checkpoint_tensors
 from superadam.integrations.background_save import wait
 from superadam.integrations.checkpoint_folder import CheckpointError
@@ -77,6 +77,7 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
             path.mkdir(parents=True, exist_ok=True)
         return found
 
+    ranks.require_same(folder=str(folder))
     there = ranks.on_first(look)
     _last_seen[there.newest.parent.resolve()] = there.state
     if ranks.require_shared(there.newest) is None and there.state is not None:
@@ -101,10 +102,10 @@ def save(
     saved. Where another process is saving there, this waits for half a minute.
 
     Args:
-        folder: shared by all ranks, on a file system with `flock`; created if need be.
+        folder: shared by all ranks, with one path on all, on a file system with `flock`; created if need be.
         optimizer: ours or torch's; it may be in a framework's wrapper.
         extra: numbers, strings, lists, dicts and tensors, which `load` returns; that of rank 0 is stored.
-        keep: number of checkpoints to keep, at least 1, the new one included.
+        keep: number of checkpoints to keep, at least 1, the new one included; the same on all ranks.
         process_group: the ranks that save; all by default.
         wait: if False, return when all that this rank writes was copied into host memory, which the next such save uses
             again, and write it during training. The next `save` or `load`, `wait()` and the end of the interpreter
@@ -125,9 +126,8 @@ def save(
         closing(stack),  # whose end goes on where Ctrl-C interrupts it
     ):
         background_save.wait()
-        group = process_group if wait else background_save.gloo_group_of(process_group)
         ranks = CheckpointRanks(
-            group,
+            process_group,
             f"cannot save a checkpoint to {folder}",
             f": free some space, or {_SHARED.removeprefix(': ')}",
             "earlier ones are as they were",
@@ -138,7 +138,9 @@ def save(
         if wait:
             return checkpoint.finish()
         checkpoint.copy()
-        with deferred_signals():  # Ctrl-C leaves no unfinished checkpoint behind
+        with THIS_THREAD.without_handlers:  # Ctrl-C leaves no unfinished checkpoint behind
+            ranks.gather(None)  # where it has kept a rank from this, no thread of others begins
+            ranks.group = background_save.gloo_group_of(process_group)
             background_save.start(checkpoint.finish, stack.pop_all())
         return checkpoint_folder.published(checkpoint.part)
 
@@ -169,6 +171,7 @@ def load(
     optimizer = without_wrapper(optimizer)
     background_save.wait()
     ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
+    ranks.require_same(folder=str(folder))
     there, is_newest = ranks.on_first(lambda: checkpoint_folder.locate(Path(folder).absolute()))
     path = there.newest
     ranks.require_shared(path)
@@ -240,9 +243,15 @@ class _NewCheckpoint:
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
                 seen = map(checkpoint_contents.seen, model.parameters() if self.ranks.size > 1 else ())
+                counts = {name: self._tensors.get(f"optimizer.{name}.step") for name in named}
+                self._counts = {
+                    f"the step count of {name}": count.tolist() if isinstance(count, Tensor) else None
+                    for name, count in counts.items()
+                }
                 return [(group["params"], group.get("param_names")) for group in values["param_groups"]], [*seen]
 
         self.ranks.require_alike(*self.ranks.run(read))
+        self.ranks.require_same(folder=str(folder), wait=not self.is_copied, keep=self.keep, **self._counts)
         self._states = _descent.setdefault(self.optimizer, set())
         self.part = self.ranks.on_first(
             lambda: checkpoint_folder.begin(Path(folder).absolute(), self.stack, self._states)

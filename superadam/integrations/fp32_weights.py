@@ -65,6 +65,7 @@ def save_fp32(
     except ImportError as error:
         raise ImportError(f"save_fp32() needs safetensors ({error}); pip install safetensors") from error
     ranks = CheckpointRanks(process_group, f"cannot write masters to {folder}", "", "nothing was written")
+    ranks.require_same(folder=str(folder))
     model = unwrapped(model)
     path = ranks.run(lambda: Path(os.path.realpath(folder)))  # no symbolic link, which a folder cannot replace
     part, stack = path.parent / f".{path.name}.part", ExitStack()

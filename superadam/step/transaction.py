@@ -355,8 +355,13 @@ class Transaction:
             return norm
 
         def sums(classes: Sequence[int]) -> list[float]:
-            of_chunks = self.table.each_chunk(classes)
-            return [native.ordered_sum(norm.sums[of_chunks == number]) for number in range(max(classes, default=0) + 1)]
+            of_chunks, found = self.table.each_chunk(classes), list[float]()
+            for number in range(max(classes, default=0) + 1):
+                found.append(native.ordered_sum(norm.sums[of_chunks == number]))
+                if number:
+                    states = (state for state, own in zip(self.table.states, classes, strict=True) if own == number)
+                    found.append(sum(state.local.numel() for state in states if state.parameter.grad is None))
+            return found
 
         return self.ranks.norm(question, max_norm, norm.count, sums)
 

@@ -121,14 +121,14 @@ def test_copies_whose_elements_are_added_alike_have_to_be_the_same():
 
 
 def test_any_number_of_kinds_of_copies_has_room(monkeypatch):
-    """Also where that is as many as the words of sums, of which one is for what has none."""
+    """Also where they need one word more or less than there are: two for each, and one for what has no copies."""
     monkeypatch.setattr(
         torch.distributed, "all_gather", lambda received, sent, group: [one.copy_(sent) for one in received]
     )
-    for count in (14, 15, 16, 31, 32):
+    for count in (7, 8, 15, 16, 31, 32):
         ranks = Ranks([0, 1])
         ranks._copies = dict.fromkeys((((0,),) * number for number in range(2, 2 + count)), 0.0)
-        norm = ranks.norm(Question.STEP, None, 0, lambda classes, count=count: [1.0] * (1 + count))
+        norm = ranks.norm(Question.STEP, None, 0, lambda classes, count=count: [1.0] * (1 + 2 * count))
         assert norm.total == math.sqrt(2 + count)
 
 

@@ -265,6 +265,27 @@ def test_copies_may_be_divided_differently(rank):
     raises(RuntimeError, told, lambda: norms_of_uneven_copies(rank, 1.0 + 1e-5))
 
 
+@pytest.mark.parametrize("way", ["plain pipeline", "tensor parallel"])
+@on_ranks(4)
+def test_copies_of_which_some_have_no_gradient_and_others_zeros_are_refused(rank, way):
+    """Which would make a step of zero gradients, with weight decay, on some only. Where none has one, there is none."""
+    model = Trained(WAYS[way][0](rank))
+    optimizer = SpeculativeCPUAdamW(model.named(), process_group=distributed.group.WORLD)
+    copied = next(parameter for name, parameter in model.named() if name in ("tied", "norm"))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    copied.grad = None
+    optimizer.step()
+    if rank % 2:
+        copied.grad = torch.zeros_like(copied)
+    before = [bits(local(parameter)) for parameter in model.parameters()]
+    for call in (optimizer.step, partial(optimizer.clip_grad_norm_, 1.0)):
+        raises(RuntimeError, "^the copies of a parameter on ranks .* have gradients that differ", call)
+    assert before == [bits(local(parameter)) for parameter in model.parameters()]
+    copied.grad = torch.zeros_like(copied)
+    optimizer.step()
+
+
 @on_ranks(3)
 def test_ranks_of_a_group_have_any_order(rank):
     group = distributed.new_group([2, 0, 1], sort_ranks=False)

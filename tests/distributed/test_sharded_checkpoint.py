@@ -32,7 +32,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.host.memory import Claim
-from superadam.integrations import background_save, checkpoint_folder, distributed_checkpoint
+from superadam.integrations import background_save, checkpoint_folder, deepspeed, distributed_checkpoint
 from superadam.integrations.distributed_checkpoint import CheckpointError, latest, load, save, wait
 from superadam.kernels.torch_private import timeout_of
 
@@ -208,8 +208,9 @@ def test_interrupt_of_one_rank_between_collectives_is_told_once_it_calls_again(r
     save(tmp_path, model, optimizer)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     moments = [*((distributed.distributed_c10d, "all_gather", number) for number in (1, 2, 7))]
-    beside = partial(save, wait=False), distributed, "new_group", 1
-    for call, owner, name, number in [beside, *((call, *moment) for call in (save, load) for moment in moments)]:
+    aside = partial(save, wait=False)
+    beside = [(aside, distributed, "new_group", 1), (aside, distributed_checkpoint._NewCheckpoint, "copy", 1)]
+    for call, owner, name, number in [*beside, *((call, *moment) for call in (save, load) for moment in moments)]:
         original, left = getattr(owner, name), itertools.count(1)
 
         def interrupted(*args: Any, original: Any = original, number: int = number, left: Any = left, **kwargs: Any):
@@ -224,9 +225,11 @@ def test_interrupt_of_one_rank_between_collectives_is_told_once_it_calls_again(r
                 context.setattr(owner, name, interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     act()
-        if name != "new_group":  # before which no rank waits
-            told = rf"^cannot .*: ranks \[{1 - rank}\] are elsewhere in the program than rank {rank}, as after "
+        told = rf"^cannot .*: ranks \[{1 - rank}\] are elsewhere in the program than rank {rank}, as after "
+        if name != "new_group":  # from where on the save goes on beside what Ctrl-C leads to
             ranks.raises(CheckpointError, told, act)
+        elif rank == 0:
+            act()
         act()
         wait()
 
@@ -342,6 +345,36 @@ def test_what_would_be_that_of_one_rank_is_refused(rank, tmp_path):
     assert "ranks [1] have" in told(save, tmp_path, stage, SpeculativeCPUAdamW([stage.bias]))
     stage.weight.untyped_storage().resize_(0)  # of which there is nothing to compare
     assert "weight has no data" in told(save, tmp_path / "new", stage, SpeculativeCPUAdamW([stage.bias]))
+
+
+@ranks.on_ranks(2)
+def test_what_differs_between_ranks_is_one_sentence_on_all(rank, tmp_path):
+    """Arguments, and step counts, of which a checkpoint has one."""
+    model, optimizer = make(SpeculativeCPUAdamW, 1)
+    train(model, optimizer, 1)
+    save(tmp_path, model, optimizer)
+    calls: dict[Any, Any] = {latest: ()}
+    calls.update(dict.fromkeys((save, load, deepspeed.load, deepspeed.save_fp32), (model, optimizer)))
+    cases = [
+        *((partial(save, tmp_path, *calls[save], wait=wait), "wait", wait) for wait in (rank == 0, rank == 1)),
+        (partial(save, tmp_path, *calls[save], keep=2 - rank), "keep", 2 - rank),
+        *((partial(call, own := tmp_path / f"{rank}", *rest), "folder", str(own)) for call, rest in calls.items()),
+    ]
+    called, parameter = next(iter(model.named_parameters()))
+    before = content(model, optimizer)
+    for call, name, value in cases:
+        here, there = gathered(value)
+        assert f": {name} is {here!r} on rank 0 and {there!r} on rank 1, expected the same on all ranks; " in told(call)
+        assert content(model, optimizer) == before
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "save-00000001"]
+    for each in model.parameters():
+        each.grad = None if rank and each is parameter else torch.zeros_like(each)
+    optimizer.step()
+    words = told(save, tmp_path, model, optimizer)
+    assert f"the step count of {called} is 2.0 on rank 0 and 1.0 on rank 1, expected" in words
+    load(tmp_path, model, optimizer)
+    save(tmp_path, model, optimizer, wait=False)
+    wait()
 
 
 @ranks.on_ranks(2)
