@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+
+from superadam.host.files import replace_file
 
 
 class UsageError(Exception):
@@ -37,6 +40,15 @@ def count(word: str) -> int:
 
 def share(word: str) -> float:
     """Return a number from 0 to 1."""
-    if not 0 <= (value := float(word)) <= 1:
-        raise argparse.ArgumentTypeError(f"{word} is no share, expected 0 to 1")
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(word)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{word} is no share, expected 0 to 1")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a whole file or none: one that stands there stays as it was until then."""
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text, "utf-8")
+    else:
+        replace_file(path, lambda file: file.write(text.encode()))

@@ -95,6 +95,12 @@ class Step:
     stalled: float  # in which backward waits for copies
 
     @property
+    def packed(self) -> float:
+        """Copies into buckets, on the device, during backward: what no other part of the step is."""
+        others = self.clock + self.waited + self.python + self.updated + self.published + self.stalled
+        return max(0.0, self.seconds - others)
+
+    @property
     def hidden(self) -> float:
         """The share of the optimizer's work for which training does not wait; the glossary's, as seen from outside."""
         return max(0.0, 1.0 - max(0.0, self.seconds - self.clock) / self.adam)

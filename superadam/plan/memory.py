@@ -65,13 +65,11 @@ class Subject:
     def of(config: PreTrainedConfig) -> Subject:
         """Return the model of a configuration; raises `UnplannableError` where there is none."""
         model = on_meta(config)
-        sizes: dict[str, int] = {}
-        for name, parameter in model.named_parameters():
-            _, is_in_layer, rest = name.partition(".layers.")
-            unit = rest.partition(".")[0] if is_in_layer else ""
-            sizes[unit] = sizes.get(unit, 0) + parameter.numel()
-        root = sizes.pop("", 0)
-        return Subject(config, model, root + sum(sizes.values()), max(sizes.values(), default=0), root)
+        every = sum(parameter.numel() for parameter in model.parameters())
+        lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+        layers = next((found for found in lists if len(found) == config.num_hidden_layers), ())
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+        return Subject(config, model, every, max(sizes, default=0), every - sum(sizes))
 
     def shards(self, ranks: int) -> dict[str, Tensor]:
         """Return what a rank has of each parameter: FSDP2 divides the first dimension."""

@@ -29,7 +29,7 @@ def build(config: PreTrainedConfig, attention: str | None = None) -> nn.Module:
             config, dtype=torch.bfloat16, attn_implementation=attention, **experts
         )
     except Exception as error:  # of any class, where a size makes no sense
-        reason = str(error).strip().split("\n")[0]
+        reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
         raise UnplannableError(
             f"a {config.model_type} cannot be planned ({reason}); expected a causal language model of transformers "
             "whose attention can be chosen; measure this one on the machine"

@@ -1,5 +1,6 @@
 """`superadam bench`: how it times, what the floor moves, and the whole run at a tiny size; never how fast it is."""
 
+import errno
 import itertools
 import json
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest, times_
 from superadam.cli.bench.passes import Setting
 from superadam.cli.console import Console
 from superadam.cli.traffic import bytes_per_element
+from superadam.host import files
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Format, Pass
 from superadam.state.storage import Master, Moments, Storage
@@ -228,6 +230,16 @@ def test_json_that_cannot_be_written_is_a_sentence(capsys):
     assert cli.main(["bench", "--threads", "1", "--json", "/dev/full"]) == cli.USAGE_STATUS
     sentence = "cannot write the output: No space left on device; free some space or choose another place"
     assert capsys.readouterr().err == f"superadam: {sentence}\n"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_json_that_cannot_be_finished_leaves_the_older_file(monkeypatch, tmp_path, capsys):
+    target = tmp_path / "found.json"
+    target.write_text("older")
+    monkeypatch.setattr(files.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert cli.main(["bench", "--threads", "1", "--json", str(target)]) == cli.USAGE_STATUS
+    assert capsys.readouterr().err.startswith(f"superadam: cannot use {target}: No space left on device; ")
+    assert [(path, path.read_text()) for path in tmp_path.iterdir()] == [(target, "older")]
 
 
 @pytest.mark.usefixtures("tiny")

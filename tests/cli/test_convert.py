@@ -91,6 +91,15 @@ def test_fp16_keeps_fp32_weights_because_torch_unscales_no_gradients_in_fp16() -
     assert "model.to(torch.bfloat16)" in translation.translated({"bf16": {"enabled": True}})
 
 
+def test_the_older_name_of_bf16_counts_where_the_newer_one_says_nothing() -> None:
+    on, off = {"enabled": True}, {"enabled": False}
+    for config in ({"bfloat16": on}, {"bf16": None, "bfloat16": on}, {"bf16": on, "bfloat16": off}):
+        text = translation.translated(config)
+        assert "model.to(torch.bfloat16)" in text
+        assert ("# bfloat16: bf16 counts" in text) is (config.get("bf16") == on)
+    assert "model.to(" not in translation.translated({"bf16": off, "bfloat16": on})
+
+
 def listed() -> dict[str, str]:
     """Return what has no counterpart; of a key that holds others, one that is not listed itself."""
     keys = translation.NO_COUNTERPART

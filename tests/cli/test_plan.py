@@ -111,3 +111,13 @@ def test_words_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 def test_presets_bring_their_setting() -> None:
     setting, machine = command.setting_of(build_parser().parse_args(["plan", "qwen3-30b-a3b", "--seq", "1024"]))
     assert (setting.ranks, setting.tokens, machine) == (2, 1024, "gh200")
+
+
+def test_the_parts_of_a_step_are_all_of_it(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["phi-4"], [folder, "--flow", "--clipped", "0.5"]):
+        status, told, _ = said(capsys, *words, "--gpu-efficiency", "0.5")
+        assert status == 0
+        seconds = {name: float(re.findall(rf"{name} ([0-9.]+)a", told)[0]) for name in ("of a step", "and backward")}
+        exposed = sum(map(float, re.findall(r"exposed: .+? ([0-9.]+)a", told)))
+        assert seconds["of a step"] == pytest.approx(seconds["and backward"] + exposed, abs=4e-3)
+    assert said(capsys, "phi-4")[1].count("waiting for the link") == 1  # in the table: there is nothing to draw

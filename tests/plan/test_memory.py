@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from support.presets import PRESETS, peaks_found_once  # noqa: F401
+from transformers import AutoConfig
 
 from superadam.offload.needs import needs_of
 from superadam.plan import machines
@@ -72,6 +73,14 @@ def test_measured_categories_replace_those_of_a_plan(gpt_oss: Planned, scales: l
     found = replace(memory, gpu=gpu, host=host)
     fits = all(total(one) <= found.gpu_limit for one in found.gpu.values())
     assert found.trains is (fits and total(found.host[TRAINING]) <= found.host_limit)
+
+
+def test_layers_are_found_by_their_number_whatever_their_list_is_called() -> None:
+    """Ranks gather one of them: if none were found, all of the model would count as gathered."""
+    config = AutoConfig.for_model("gpt2", n_layer=3, n_embd=64, n_head=4, vocab_size=500)
+    subject = Subject.of(config)
+    layer = sum(parameter.numel() for parameter in subject.model.transformer.h[0].parameters())
+    assert (subject.unit, subject.root) == (layer, subject.parameters - 3 * layer)
 
 
 def test_ranks_divide_what_they_shard_and_train_on_tokens_of_their_own() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from superadam.cli.bench.passes import PASSES, Setting, measure
-from superadam.cli.usage import UsageError, count, require_modules, writable
+from superadam.cli.usage import UsageError, count, require_modules, writable, write
 from superadam.kernels import native
 from superadam.state.storage import Master, Moments, Storage
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment, console = report.environment(), Console()
     if arguments.json is not None:  # first: the reader of the table may end before all of it is printed
         found = {"environment": environment, "passes": [report.pass_as_json(row) for row in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write(arguments.json, json.dumps(found, indent=1) + "\n")
     console.print(report.line_of(environment))
     console.print(report.passes_table(setting, rows))
     for line in (report.about_passes(rows[0].numel), report.about_ratios(PAIRS)):

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from superadam.cli.usage import UsageError, count, require_modules, share, writable
+from superadam.cli.usage import UsageError, count, require_modules, share, writable, write
 from superadam.plan import UnplannableError, machines
 from superadam.state.storage import Master, Moments
 
@@ -130,5 +130,5 @@ def _measure(arguments: argparse.Namespace) -> int:
         rows = list(measure(NUMEL, setting_of(), PAIRS))
     source = f"superadam bench: {line_of(environment())}"
     machine = measured(base, rows, HostMemory.of(Host()).limit, source)
-    arguments.measure.write_text(to_toml(machine), "utf-8")
+    write(arguments.measure, to_toml(machine))
     return 0

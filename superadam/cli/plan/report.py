@@ -15,8 +15,10 @@ from superadam.plan.machines import Kind
 from superadam.plan.memory import MAPPED, RESUMING, SAVING, TRAINING, total
 
 WIDTH = 36  # characters of the picture
+LEAST_BAR = 1e-4  # of all: less may be the rounding of a sum
 LETTERS = {Kind.EXACT: "", Kind.MEASURED: "m", Kind.PUBLISHED: "p", Kind.ASSUMED: "a"}
 CAUSES = {
+    "packed": "packing gradients",
     "waited": "waiting for the CPU",
     "stalled": "waiting for the link",
     "python": "Python in step()",
@@ -137,7 +139,7 @@ def picture(timing: Timing) -> list[str]:
     for words, seconds in bars.items():
         first, last = round(WIDTH * begin / longest), round(WIDTH * min(longest, begin + seconds) / longest)
         begin += seconds
-        if seconds > 0:
+        if seconds > LEAST_BAR * longest:
             lines.append(f"{words:>31} {' ' * first}{'█' * max(1, last - first):<{WIDTH - first}} {seconds:.3f} s")
     return lines
 
