@@ -215,9 +215,9 @@ def _through_graph(p: Tensor, multiply: Callable[[Tensor, Tensor], object]) -> A
     return p.grad.requires_grad, torch.autograd.grad(p.grad.sum(), factor, retain_graph=True)
 
 
-def _requiring_grad(parameter: Any) -> list[Tensor]:
+def _requiring_grad(parameter: Any, *, is_set: bool = False) -> list[Tensor]:
     held = parameter.grad
-    held.requires_grad_(True)
+    setattr(held, "requires_grad", True) if is_set else held.requires_grad_(True)
     assert all(one.requires_grad for one in (held, parameter.grad, copy.copy(held)))
     derivatives = [torch.autograd.grad((one**2).sum(), one)[0] for one in (parameter.grad, held)]
     parameter.grad.requires_grad = held.requires_grad = False
@@ -462,6 +462,7 @@ WRITTEN: dict[str, Operation] = {
     "attribute of what is written to": lambda p, held: _with_a_label(p, lambda p: p.grad.add_(1)),
     "saved by a graph": lambda p, held: _graph_of_edited(p),
     "requires grad": lambda p, held: _requiring_grad(p),
+    "requires grad as an attribute": lambda p, held: _requiring_grad(p, is_set=True),
     "in another parameter": lambda p, held: _in_another_parameter(p),
     "in one of another shape": lambda p, held: _in_a_parameter_that_differs(p, (99,), p.dtype),
     "in one of another dtype": lambda p, held: _in_a_parameter_that_differs(p, p.shape, torch.float8_e5m2),
