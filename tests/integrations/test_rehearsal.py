@@ -67,6 +67,8 @@ def test_ranks_without_fsdp2_are_told_how_to_start(variable, monkeypatch):
     with pytest.raises(RefusedError, match="2 ranks were started without FSDP2; start them with accelerate launch"):
         check_ranks(ranks(), superadam=True, rehearses=True)
     check_ranks(ranks(), superadam=False, rehearses=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_ranks(SimpleNamespace(**{**vars(ranks()), "world_size": 1}), superadam=True, rehearses=False)  # needs none
 
 
 @pytest.mark.parametrize("count", [1, 2])
