@@ -592,6 +592,7 @@ def test_a_view_has_the_strides_that_torch_gives_it(shape: tuple[int, ...], stri
     for view in (lambda g: g.view(shape), lambda g: g.reshape(shape), lambda g: g.view_as(g)):
         assert view(ours.grad).stride() == view(theirs.grad).stride()
     assert (type(ours.grad) is GradientHandle) is (torch.empty(shape).stride() == strides)
+    assert ours.grad.reshape(shape[::-1]).stride() == theirs.grad.reshape(shape[::-1]).stride()
 
 
 # -- training loops ----------------------------------------------------------------------------------------------------
