@@ -84,8 +84,8 @@ def test_fsdp1_is_refused_before_anything_is_loaded(count, monkeypatch):
         with pytest.raises(RefusedError, match=told):
             check_ranks(training, superadam=True, rehearses=True)
         check_ranks(training, superadam=False, rehearses=True)
-    training.fsdp, training.fsdp_config = True, {"version": 2}
-    check_ranks(training, superadam=True, rehearses=True)
+    for training.fsdp, training.fsdp_config in ((True, None), (True, {"version": 2})):
+        check_ranks(training, superadam=True, rehearses=True)
     monkeypatch.setenv("FSDP_VERSION", "2")
     training.fsdp_config = {"version": 1}
     with pytest.raises(RefusedError, match=told):
