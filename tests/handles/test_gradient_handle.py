@@ -226,9 +226,9 @@ def _through_graph(p: Tensor, multiply: Callable[[Tensor, Tensor], object]) -> A
     return p.grad.requires_grad, torch.autograd.grad(p.grad.sum(), factor, retain_graph=True)
 
 
-def _requiring_grad(parameter: Any) -> list[Tensor]:
+def _requiring_grad(parameter: Any, *, is_set: bool = False) -> list[Tensor]:
     held = parameter.grad
-    held.requires_grad_(True)
+    setattr(held, "requires_grad", True) if is_set else held.requires_grad_(True)
     assert all(one.requires_grad for one in (held, parameter.grad, copy.copy(held)))
     derivatives = [torch.autograd.grad((one**2).sum(), one)[0] for one in (parameter.grad, held)]
     parameter.grad.requires_grad = held.requires_grad = False
@@ -474,6 +474,7 @@ WRITTEN: dict[str, Operation] = {
     "attribute that is set later": lambda p, held: _label_of_a_copy(p),
     "saved by a graph": lambda p, held: _graph_of_edited(p),
     "requires grad": lambda p, held: _requiring_grad(p),
+    "requires grad as an attribute": lambda p, held: _requiring_grad(p, is_set=True),
     "in another parameter": lambda p, held: _in_another_parameter(p),
     "in one of another shape": lambda p, held: _in_a_parameter_that_differs(p, (99,), p.dtype),
     "in one of another dtype": lambda p, held: _in_a_parameter_that_differs(p, p.shape, torch.float8_e5m2),
@@ -595,13 +596,15 @@ def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "strides"),
-    [((1, 5), (1, 1)), ((3, 1, 2), (1, 1, 3)), ((4, 3, 1, 1), (3, 1, 3, 3)), ((1,), (7,)), ((2, 1), (1, 1))],
+    [((1, 5), (1, 1)), ((3, 1, 2), (1, 1, 3)), ((4, 3, 1, 1), (3, 1, 3, 3)), ((1,), (7,)), ((2, 1, 3), (3, 3, 1))],
 )
 def test_a_view_has_the_strides_that_torch_gives_it(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     ours, theirs, _owner = pair_for(torch.empty_strided(shape, strides).fill_(0.5))
     assert ours.grad.stride() == strides
     for view in (lambda g: g.view(shape), lambda g: g.reshape(shape), lambda g: g.view_as(g)):
         assert view(ours.grad).stride() == view(theirs.grad).stride()
+    assert (type(ours.grad) is GradientHandle) is (torch.empty(shape).stride() == strides)
+    assert ours.grad.reshape(shape[::-1]).stride() == theirs.grad.reshape(shape[::-1]).stride()
 
 
 # -- training loops ----------------------------------------------------------------------------------------------------

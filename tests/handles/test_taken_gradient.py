@@ -357,9 +357,12 @@ def test_threads_that_wait_together_add_each_part_once() -> None:
 
 
 class Sending(NotingHolder):
+    can_send = True
+
     def _adds(self, total: HostSum, taken: TakenGradient, new: Tensor) -> bool:
-        total.add(new, copying())
-        return True
+        if self.can_send:
+            total.add(new, copying())
+        return self.can_send
 
 
 def test_a_sum_that_was_zeroed_begins_anew() -> None:
@@ -369,6 +372,18 @@ def test_a_sum_that_was_zeroed_begins_anew() -> None:
     for change in (taken.absorb, lambda _: taken.zero(), taken.absorb):
         change(new)
     assert torch.equal(taken.ready(), new)
+
+
+def test_what_is_added_where_nothing_can_be_sent_comes_after_what_was_sent() -> None:
+    """And a sum begins with what it is added to, once that has arrived."""
+    holder, arrival = Sending(), copying()
+    taken = TakenGradient(torch.full((2,), -1e8), None, holder)
+    taken.is_unrounded, taken.arrived = True, arrival
+    taken.absorb(torch.full((2,), 1e8))
+    arrival.synchronize.assert_called_once_with()
+    holder.can_send = False
+    taken.absorb(torch.ones(2))
+    assert torch.equal(taken.ready(), torch.ones(2))
 
 
 # -- giving back -------------------------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ def test_ranks_without_fsdp2_are_told_how_to_start(variable, monkeypatch):
     with pytest.raises(RefusedError, match="2 ranks were started without FSDP2; start them with accelerate launch"):
         check_ranks(ranks(), superadam=True, rehearses=True)
     check_ranks(ranks(), superadam=False, rehearses=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_ranks(SimpleNamespace(**{**vars(ranks()), "world_size": 1}), superadam=True, rehearses=False)  # needs none
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -82,8 +84,8 @@ def test_fsdp1_is_refused_before_anything_is_loaded(count, monkeypatch):
         with pytest.raises(RefusedError, match=told):
             check_ranks(training, superadam=True, rehearses=True)
         check_ranks(training, superadam=False, rehearses=True)
-    training.fsdp, training.fsdp_config = True, {"version": 2}
-    check_ranks(training, superadam=True, rehearses=True)
+    for training.fsdp, training.fsdp_config in ((True, None), (True, {"version": 2})):
+        check_ranks(training, superadam=True, rehearses=True)
     monkeypatch.setenv("FSDP_VERSION", "2")
     training.fsdp_config = {"version": 1}
     with pytest.raises(RefusedError, match=told):

@@ -222,6 +222,8 @@ def test_clipped_training(recipe: str) -> None:
             ours.run()
             assert ours.seen() == expected_of(recipe), device
         counts = ours.optimizer.statistics
+        if chosen.is_patched is False:  # what is speculated on would be in vain
+            assert scheduler.statistics.waiting_buckets == scheduler.statistics.buckets
         if chosen.is_patched is not None:
             assert (counts.patched > 0) is (chosen.is_patched and device != "deferred"), (device, counts)
 

@@ -134,6 +134,8 @@ def test_device_without_any_memory(error, first, gpu_buckets, monkeypatch, caplo
             assert resident(scheduler) == 0
             assert scheduler.placement.gpu_buckets == gpu_buckets // 2
         train(model, optimizer, range(6, 8))
+        if scheduler is not None and is_full:
+            assert bool(resident(scheduler)) is (gpu_buckets > 1)
 
     options = {"bucket_numel": 70, "gpu_buckets": gpu_buckets, "device": device}
     scheduler = both(story, options, lambda: mlp(torch.bfloat16))

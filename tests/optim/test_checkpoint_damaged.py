@@ -23,6 +23,7 @@ from support.visible import are_taken, bits, give_gradients, parameter, paramete
 
 from superadam import SpeculativeCPUAdamW
 from superadam.optim import checkpoint
+from superadam.optim.binding import Binding
 from superadam.state.parameter import differing
 
 pytestmark = [
@@ -298,10 +299,12 @@ def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad
 
 
 @pytest.mark.parametrize("error", [MemoryError("too little"), torch.OutOfMemoryError("too little")], ids=repr)
-def test_what_a_copy_has_no_memory_for_is_not_damaged(error, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "copied"), (Binding, "replace")], ids=str)
+def test_what_there_is_no_memory_for_is_not_damaged(owner, name, error, monkeypatch):
     optimizer = make(SpeculativeCPUAdamW, torch.float32)
     train(optimizer, 1)
     saved = optimizer.state_dict()
-    monkeypatch.setattr(checkpoint, "copied", Mock(side_effect=error))
+    saved["param_groups"][0]["lr"] = 0.5
+    monkeypatch.setattr(owner, name, Mock(side_effect=error))
     with refused(optimizer, type(error), "too little"):
         optimizer.load_state_dict(saved)

@@ -623,6 +623,7 @@ def test_every_step_has_its_own_thresholds(begin: int) -> None:
             assert bits(narrow.float()) == bits(round_by_thresholds(wide, step, 16))
             assert bits(narrow.float()) != bits(round_by_thresholds(wide, step + 1, 16))
         assert entries(ours)[0]["step"] == step
+        assert entries(ours)[0]["step"].dtype == (torch.float32 if step <= 2**24 else torch.float64)
 
 
 def test_what_is_encoded_is_decoded_where_a_parameter_gets_another_layout() -> None:

@@ -230,7 +230,7 @@ def test_state_dict_hooks(ours: type, theirs: type) -> None:
         optimizer.register_load_state_dict_pre_hook(
             lambda opt, given: (calls.append(("before loading", sorted(given))), {**given, "param_groups": groups})[1]
         )
-        optimizer.register_load_state_dict_pre_hook(lambda opt, given: calls.append("earlier"), prepend=True)
+        optimizer.register_load_state_dict_pre_hook(lambda opt, given: given.update(earlier=1), prepend=True)
         optimizer.register_load_state_dict_post_hook(
             lambda opt: calls.append(("after loading", opt.param_groups[0]["lr"], len(opt.state)))
         )
@@ -238,6 +238,7 @@ def test_state_dict_hooks(ours: type, theirs: type) -> None:
         groups[0]["lr"] = 0.75
         calls.append(sorted(optimizer.state_dict()))
         cls.load_state_dict(self=optimizer, state_dict=saved)
+        calls.append(sorted(saved))
         train(optimizer, 2)
         optimizer.register_state_dict_post_hook(lambda opt, made: {"instead": len(made)})
         calls.append(optimizer.state_dict())
