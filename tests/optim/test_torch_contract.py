@@ -230,7 +230,9 @@ def test_state_dict_hooks(ours: type, theirs: type) -> None:
         optimizer.register_load_state_dict_pre_hook(
             lambda opt, given: (calls.append(("before loading", sorted(given))), {**given, "param_groups": groups})[1]
         )
-        optimizer.register_load_state_dict_pre_hook(lambda opt, given: given.update(earlier=1), prepend=True)
+        optimizer.register_load_state_dict_pre_hook(
+            lambda opt, given: (calls.append("earlier"), given.update(earlier=1))[1], prepend=True
+        )
         optimizer.register_load_state_dict_post_hook(
             lambda opt: calls.append(("after loading", opt.param_groups[0]["lr"], len(opt.state)))
         )

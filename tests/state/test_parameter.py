@@ -47,9 +47,10 @@ def test_unfit_parameter_is_refused(kind: str) -> None:
         optimizer.add_param_group({"params": [parameter(3), make()]})
 
 
-def test_expanded_parameter_is_refused() -> None:
-    one = torch.nn.Parameter(torch.zeros(1).expand(2, 1))
-    one.grad = torch.ones(2, 1)
+@pytest.mark.parametrize("shape", [(4, 3), (2, 1)])
+def test_expanded_parameter_is_refused(shape: tuple[int, ...]) -> None:
+    one = torch.nn.Parameter(torch.zeros(1).expand(shape))
+    one.grad = torch.ones(shape)
     optimizer = SpeculativeCPUAdam([torch.nn.Parameter(torch.ones(3).as_strided((1, 3), (0, 1))), one])
     for use in (optimizer.step, optimizer.speculate):
         with refused(optimizer, ValueError, "parameter 1 of group 0 is expanded"):
