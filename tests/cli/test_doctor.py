@@ -38,6 +38,7 @@ def test_every_probe_says_why_it_is_unknown_and_how_it_could_be_better(tmp_path,
     for finding in findings.values():
         assert is_here or finding.status is not Status.BROKEN, finding
         assert len(finding.detail) > (10 if finding.status is Status.UNKNOWN else 0), finding
+        assert "Error" not in finding.detail  # as in FileNotFoundError
         assert bool(finding.remedy) == (finding.status in (Status.BETTER, Status.BROKEN)), finding
 
 

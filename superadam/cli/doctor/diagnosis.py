@@ -39,4 +39,7 @@ def _ask(probe: Probe, host: Host) -> Finding:
     try:
         return probe(host)
     except Exception as error:  # a report with a gap is worth more than none
-        return Finding(f"{type(error).__name__}: {error}", fault=Status.UNKNOWN)
+        words = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename is not None:
+            words = f"cannot read {error.filename}: {error.strerror}"
+        return Finding(words, fault=Status.UNKNOWN)
