@@ -143,7 +143,7 @@ class GradientHandle(torch.Tensor):
         return given.requires_grad_(requires_grad)
 
     def _set_requires_grad(self, requires_grad: bool) -> None:
-        """Do the same, which torch does not refuse here."""
+        """Do the same: transforms of torch.func refuse the method, but not the attribute."""
         if requires_grad or self.requires_grad:
             _set_flag(_memory(self), requires_grad)
         _set_flag(self, requires_grad)

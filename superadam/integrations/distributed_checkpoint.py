@@ -228,7 +228,7 @@ class _NewCheckpoint:
     def begin(self, folder: str | os.PathLike[str], model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
-        def read() -> tuple[object, list[list[float]]]:
+        def read() -> tuple[object, list[list[float]], dict[str, Any]]:
             if type(self.keep) is not int or self.keep < 1:
                 raise CheckpointError(f"keep is {self.keep!r}, expected a whole number of at least 1")
             with self._lock():
@@ -242,16 +242,18 @@ class _NewCheckpoint:
                 self._parameters = {name: parameter for name, parameter in pairs if parameter not in apart}
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
-                seen = map(checkpoint_contents.seen, model.parameters() if self.ranks.size > 1 else ())
-                counts = {name: self._tensors.get(f"optimizer.{name}.step") for name in named}
-                self._counts = {
-                    f"the step count of {name}": count.tolist() if isinstance(count, Tensor) else None
-                    for name, count in counts.items()
+                compared, counted = (model.parameters(), named) if self.ranks.size > 1 else ((), ())
+                counts = {
+                    f"the step count of {name}": count.tolist()
+                    for name in counted
+                    if isinstance(count := self._tensors.get(f"optimizer.{name}.step"), Tensor)
                 }
-                return [(group["params"], group.get("param_names")) for group in values["param_groups"]], [*seen]
+                names = [(group["params"], group.get("param_names")) for group in values["param_groups"]]
+                return names, [*map(checkpoint_contents.seen, compared)], counts
 
-        self.ranks.require_alike(*self.ranks.run(read))
-        self.ranks.require_same(folder=str(folder), wait=not self.is_copied, keep=self.keep, **self._counts)
+        names, seen, counts = self.ranks.run(read)
+        self.ranks.require_alike(names, seen)
+        self.ranks.require_same(folder=str(folder), wait=not self.is_copied, keep=self.keep, **counts)
         self._states = _descent.setdefault(self.optimizer, set())
         self.part = self.ranks.on_first(
             lambda: checkpoint_folder.begin(Path(folder).absolute(), self.stack, self._states)

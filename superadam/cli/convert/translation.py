@@ -135,7 +135,8 @@ def translated(config: dict[str, Any]) -> str:
     found = _Settings()
     if "bfloat16" in config:  # the older name, which counts where the newer one says nothing
         idle = "bf16" if config.get("bf16") is None else "bfloat16"
-        found.notes += ["bfloat16: bf16 counts, its newer name"] if idle == "bfloat16" else []
+        if idle == "bfloat16":
+            found.notes.append("bfloat16: bf16 counts, its newer name")
         config = {"bf16" if key == "bfloat16" else key: value for key, value in config.items() if key != idle}
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if config.get(key) not in (None, AUTO):
