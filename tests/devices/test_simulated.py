@@ -310,3 +310,21 @@ def test_several_events_pass_with_the_last():
     assert events.query()
     assert all(event.query() for event in events.events)
     assert AllEvents().query()
+
+
+def test_what_was_enqueued_is_done_where_the_driver_has_no_memory_for_an_event(monkeypatch):
+    device, values = lazy(), torch.arange(3.0)
+    late = device.late(values)
+    monkeypatch.setattr(device.accelerator, "Event", mock.Mock(side_effect=torch.OutOfMemoryError))
+    assert device.record(Stream.CURRENT).query()
+    assert torch.equal(late, values)
+
+
+def test_a_stream_waits_for_several_events():
+    device, values = lazy(), torch.arange(3.0)
+    copies = [device.empty(3, torch.float32, stream) for stream in (Stream.UPLOAD, Stream.DOWNLOAD)]
+    for copy, stream in zip(copies, (Stream.UPLOAD, Stream.DOWNLOAD), strict=True):
+        device.copy(copy, values, stream)
+    device.wait(Stream.CURRENT, AllEvents((device.record(Stream.UPLOAD), device.record(Stream.DOWNLOAD))))
+    device.record(Stream.CURRENT).synchronize()
+    assert all(torch.equal(copy, values) for copy in copies)

@@ -86,6 +86,20 @@ class WatchingDevice(SimulatedDevice):
         super().put(buffer, index, values)
 
 
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_gradients_of_another_stream_are_rounded_once_they_are_there(has_memory: bool, monkeypatch: Any) -> None:
+    device, values = SimulatedDevice(0, 0.0), torch.arange(5.0)
+    transfers = Transfers(device, OverlapStatistics(), Trace(), torch.bfloat16)
+    device.switch(1)
+    taken, made = TakenGradient(device.late(values)), device.record(Stream.CURRENT)
+    device.switch(0)
+    if not has_memory:  # then they are rounded on the host
+        monkeypatch.setattr(device, "pack", Mock(side_effect=torch.OutOfMemoryError))
+    made = transfers.round_taken(states_of(values)[0], taken, made)
+    assert (made is not None) is has_memory
+    assert torch.equal(taken.ready(), values.bfloat16())
+
+
 def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
     """The allocator hands out what the model's stream has still to finish with."""
     device = WatchingDevice()

@@ -67,6 +67,7 @@ REASONS = {
 """Why programs do not notice that a wait is missing."""
 
 TRANSFERS, CUDA = "tests/offload/test_transfers.py", "tests/devices/test_cuda.py"
+SIMULATED = "tests/devices/test_simulated.py"
 RESIDENT, BUCKETS = "tests/state/test_resident_states.py", "tests/offload/test_buckets.py"
 SAMPLES = "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
 NOTICED_BY = {
@@ -79,7 +80,12 @@ NOTICED_BY = {
     "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": CUDA,
     "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": CUDA,
     "devices.cuda CudaDevice.update: self._keep((step.gradient for step in steps), Stream.CURRENT)": CUDA,
+    "devices.cuda CudaDevice.record: self._stream(stream).synchronize()": SIMULATED,
+    "devices.cuda CudaDevice.wait: event.synchronize()": SIMULATED,
     "devices.pinned _settle: event.synchronize()": "tests/devices/test_pinned.py",
+    "offload.transfers Transfers.round_taken: device.wait(Stream.CURRENT, made)": TRANSFERS,
+    "offload.transfers Transfers.round_taken: device.record(Stream.CURRENT)": TRANSFERS,
+    "offload.transfers Transfers.round_taken: made.synchronize()": TRANSFERS,
     "state.new_values NewValues.stage: self._staged.synchronize()": TRANSFERS,
     "state.new_values Shadow.put: self.new_values.device.wait(Stream.CURRENT, arrived)": TRANSFERS,
     "state.new_values Patch.send: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))": TRANSFERS,
