@@ -109,10 +109,9 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
     torch would make a step with zero gradients to create state where there is none; an empty entry prevents that.
     """
-    for what, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
-        if not isinstance(given, kind):
-            raise CheckpointError(f"{what} is a {type(given).__name__}, expected one {kind.__name__}")
     reshard(model)
+    if not isinstance(optimizer, Optimizer):
+        raise CheckpointError(f"optimizer is a {type(optimizer).__name__}, expected one Optimizer")
     if not {*parameters_of(optimizer)} <= {*model.parameters()}:
         raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
     state, first = optimizer.state, next(iter(parameters_of(optimizer)), None)
@@ -132,6 +131,8 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def reshard(model: nn.Module) -> None:
     """Give a model the parameters of its optimizer; after an evaluation, FSDP2 may have left whole ones there."""
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model is a {type(model).__name__}, expected one Module")
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
