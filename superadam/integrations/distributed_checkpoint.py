@@ -40,8 +40,6 @@ from superadam.optim.entry import Encoded
 
 __all__ = ["CheckpointError", "latest", "load", "save", "wait"]
 
-_SHARED = ": choose another folder that all ranks share"
-
 _descent: WeakKeyDictionary[Optimizer, set[str | None]] = WeakKeyDictionary()
 """Of each optimizer, the states of folders whose newest checkpoint was loaded into it or saved from it."""
 
@@ -67,9 +65,8 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
             other one that is intact, for `load` to go back to.
     """
     background_save.wait()
-    ranks = CheckpointRanks(
-        process_group, f"cannot continue or begin a run in {folder}", _SHARED, "nothing was changed"
-    )
+    failure, advice = f"cannot continue or begin a run in {folder}", ": choose another folder that all ranks share"
+    ranks = CheckpointRanks(process_group, failure, advice, "nothing was changed")
 
     def look() -> checkpoint_folder.CheckpointFolder:
         found = checkpoint_folder.look(path := Path(folder).absolute())
@@ -129,7 +126,7 @@ def save(
         ranks = CheckpointRanks(
             process_group,
             f"cannot save a checkpoint to {folder}",
-            f": free some space, or {_SHARED.removeprefix(': ')}",
+            ": free some space, or choose another folder that all ranks share",
             "earlier ones are as they were",
         )
         checkpoint = _NewCheckpoint(ranks, optimizer, steps, keep, stack, is_copied=not wait)
@@ -359,12 +356,11 @@ def _digests(paths: list[Path]) -> checkpoint_folder.Files:
 @contextmanager
 def _counted_steps(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
     """Give what counts the steps of an optimizer; of torch's those that begin inside."""
+    begun: list[None] = []
     if isinstance(optimizer, SpeculativeCPUAdam):
         yield lambda: optimizer.statistics.steps
-        return
-    if not isinstance(optimizer, Optimizer):  # which is refused on all ranks
+    elif isinstance(optimizer, Optimizer):
+        with optimizer.register_step_pre_hook(lambda *_: begun.append(None)):
+            yield lambda: len(begun)
+    else:  # which is refused on all ranks
         yield int
-        return
-    begun: list[None] = []
-    with optimizer.register_step_pre_hook(lambda *_: begun.append(None)):
-        yield lambda: len(begun)
