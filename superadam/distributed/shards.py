@@ -91,12 +91,14 @@ def members_of(tensor: Any) -> list[int]:
 def counted_part(tensor: Any) -> str | None:
     """Return which elements of a tensor this rank counts, in words that are equal on two ranks only for the same ones.
 
-    None where another rank of the mesh has the first replica of this rank's part, whose elements count.
+    None where it counts none: another rank of the mesh has the first replica of this rank's part, or the mesh lies on
+    others alone.
     """
     if not is_distributed(tensor):
         return "all"
-    mesh = tensor.device_mesh
-    places = zip(mesh.get_coordinate(), tensor.placements, strict=True)
-    if any(coordinate != 0 for coordinate, placement in places if placement.is_replicate()):
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if here is None:
         return None
-    return f"{[*tensor.placements]} at {[*mesh.get_coordinate()]} of {tuple(mesh.mesh.shape)}"
+    if any(at and placement.is_replicate() for at, placement in zip(here, tensor.placements, strict=True)):
+        return None
+    return f"{[*tensor.placements]} at {[*here]} of {tuple(mesh.mesh.shape)}"

@@ -348,6 +348,9 @@ def test_what_would_be_that_of_one_rank_is_refused(rank, tmp_path):
     save(tmp_path, stage, SpeculativeCPUAdamW(stage.parameters()))
     nn.init.constant_(stage.weight.requires_grad_(False)[1], rank)  # frozen, and saved all the same
     assert "ranks [1] have" in told(save, tmp_path, stage, SpeculativeCPUAdamW([stage.bias]))
+    stage.weight.data = torch.ones(2, 3)
+    stage.other = nn.Parameter(distribute_tensor(torch.ones(2, 3), DeviceMesh("cpu", [0])), requires_grad=False)
+    save(tmp_path / "other", stage, SpeculativeCPUAdamW([stage.bias]))
     stage.weight.untyped_storage().resize_(0)  # of which there is nothing to compare
     assert "weight has no data" in told(save, tmp_path / "new", stage, SpeculativeCPUAdamW([stage.bias]))
 
