@@ -71,15 +71,15 @@ def first_position(tensor: Any) -> int:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "Shard", None)
     if not is_distributed(tensor) or not tensor.dim():
         return 0
-    cut = [placement for placement in tensor.placements if not placement.is_replicate()]
-    if any(type(placement) is not kind or placement.dim != 0 for placement in cut):
-        return 0  # as of several meshes, whose rows alternate
-    begin, rows, coordinate = 0, tensor.shape[0], tensor.device_mesh.get_coordinate()
-    for dimension, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            each = -(-rows // tensor.device_mesh.size(dimension))
-            skipped = min(each * coordinate[dimension], rows)
-            begin, rows = begin + skipped, min(each, rows - skipped)
+    mesh, begin, rows = tensor.device_mesh, 0, tensor.shape[0]
+    for ranks, rank, placement in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not kind or placement.dim != 0:
+            return 0  # as of several meshes, whose rows alternate
+        each = -(-rows // ranks)
+        skipped = min(each * rank, rows)
+        begin, rows = begin + skipped, min(each, rows - skipped)
     return int(begin * math.prod(tensor.shape[1:]))
 
 
@@ -91,12 +91,14 @@ def members_of(tensor: Any) -> list[int]:
 def counted_part(tensor: Any) -> str | None:
     """Return which elements of a tensor this rank counts, in words that are equal on two ranks only for the same ones.
 
-    None where another rank of the mesh has the first replica of this rank's part, whose elements count.
+    None where it counts none: another rank of the mesh has the first replica of this rank's part, or the mesh lies on
+    others alone.
     """
     if not is_distributed(tensor):
         return "all"
-    mesh = tensor.device_mesh
-    places = zip(mesh.get_coordinate(), tensor.placements, strict=True)
-    if any(coordinate != 0 for coordinate, placement in places if placement.is_replicate()):
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if here is None:
         return None
-    return f"{[*tensor.placements]} at {[*mesh.get_coordinate()]} of {tuple(mesh.mesh.shape)}"
+    if any(at and placement.is_replicate() for at, placement in zip(here, tensor.placements, strict=True)):
+        return None
+    return f"{[*tensor.placements]} at {[*here]} of {tuple(mesh.mesh.shape)}"

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from superadam.distributed.shards import is_distributed
+from superadam.distributed import shards
 from superadam.host.signals import THIS_THREAD
 from superadam.integrations.checkpoint_folder import CheckpointError
+from superadam.integrations.checkpoint_ranks import Seen
 from superadam.kernels.memory import has_memory
 from superadam.kernels.nested import tensors_in
 from superadam.optim.adam import SpeculativeCPUAdam
@@ -108,10 +109,9 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
     torch would make a step with zero gradients to create state where there is none; an empty entry prevents that.
     """
-    for what, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
-        if not isinstance(given, kind):
-            raise CheckpointError(f"{what} is a {type(given).__name__}, expected one {kind.__name__}")
     reshard(model)
+    if not isinstance(optimizer, Optimizer):
+        raise CheckpointError(f"optimizer is a {type(optimizer).__name__}, expected one Optimizer")
     if not {*parameters_of(optimizer)} <= {*model.parameters()}:
         raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
     state, first = optimizer.state, next(iter(parameters_of(optimizer)), None)
@@ -131,6 +131,8 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def reshard(model: nn.Module) -> None:
     """Give a model the parameters of its optimizer; after an evaluation, FSDP2 may have left whole ones there."""
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model is a {type(model).__name__}, expected one Module")
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
@@ -138,16 +140,20 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def seen(parameter: Tensor) -> list[float]:
-    """Return a few elements of an ordinary matrix, which all ranks have nearly alike; none of a DTensor.
+def seen(model: nn.Module, ranks: int) -> Seen:
+    """Return a few elements of the matrices of a model of which so many ranks may have copies, nearly alike.
 
-    Nor of vectors: where a bias has no effect, it is what ranks have rounded differently.
+    None of what is distributed over all ranks, nor of vectors: where a bias has no effect, it is what ranks have
+    rounded differently.
     """
-    is_ordinary = not is_distributed(parameter) and parameter.is_floating_point() and has_memory(parameter)
-    if parameter.dim() < 2 or not is_ordinary:
-        return []
-    flat = parameter.detach().flatten()
-    found: list[float] = flat[:: max(1, flat.numel() // 8)].tolist()
+    found = {}
+    parameters: list[Any] = [*model.parameters()] if ranks > 1 else []
+    for position, parameter in enumerate(parameters):
+        if shards.is_distributed(parameter) and parameter.device_mesh.size() == ranks:
+            continue
+        local, part = shards.local_of(parameter).detach(), shards.counted_part(parameter)
+        if part is not None and parameter.dim() > 1 and parameter.is_floating_point() and has_memory(local):
+            found[position, part] = local.flatten()[:: max(1, local.numel() // 8)].tolist()
     return found
 
 
@@ -156,7 +162,7 @@ def bytes_of_values(values: dict[str, Any]) -> bytes:
     memory = io.BytesIO()
     with THIS_THREAD.without_handlers:
         try:
-            if any(map(is_distributed, tensors_in(values))):  # of which it would hold one rank's part
+            if any(map(shards.is_distributed, tensors_in(values))):  # of which it would hold one rank's part
                 raise CheckpointError(
                     "extra, or a list or dict in the optimizer's state, holds a DTensor, expected those in the state "
                     "itself or as buffers of the model; give full_tensor() of it"

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -19,6 +19,9 @@ from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError
 
 _T = TypeVar("_T")
+
+Seen = Mapping[tuple[int, str], list[float]]
+"""A few elements of parameters, by their position in the model and the part of them that a rank has."""
 
 _begun = itertools.count(1)
 
@@ -90,26 +93,29 @@ class CheckpointRanks:
             )
         return seen[0]
 
-    def require_same(self, **values: object) -> None:
-        """Raise CheckpointError unless all ranks have the same values of the same names."""
-        every = self.gather({name: repr(value) for name, value in values.items()})
-        for name in dict.fromkeys(itertools.chain(*every)):
-            here, there = every[0].get(name), [each.get(name) for each in every]
-            if others := [rank for rank, its in enumerate(there) if its != here]:
-                raise CheckpointError(
-                    f"{self.failure}: {name} is {here} on rank 0 and {there[others[0]]} on rank {others[0]}, expected "
-                    f"the same on all ranks; {self.outcome}"
-                )
+    def require_same(self, names: object = None, seen: Seen | None = None, **values: object) -> None:
+        """Raise CheckpointError unless all ranks have the same names of tensors, and the same values of the same names.
 
-    def require_alike(self, names: object, seen: Sequence[list[float]] = ()) -> None:
-        """Raise CheckpointError unless all ranks have the same names of tensors, and nearly the same ordinary ones."""
-        every = self.gather((names, seen))
-        ours, first = every[0]
-        if others := [rank for rank, (its, some) in enumerate(every) if its != ours or any(map(_differ, some, first))]:
+        What was seen of the same part of a tensor has to be nearly the same.
+        """
+        every = self.gather((names, seen or {}, {name: repr(value) for name, value in values.items()}))
+        first = dict(itertools.chain(*(some.items() for _, some, _ in reversed(every))))  # of each part, by any rank
+        if others := [
+            rank
+            for rank, (its, some, _) in enumerate(every)
+            if its != every[0][0] or any(_differ(elements, first[part]) for part, elements in some.items())
+        ]:
             raise CheckpointError(
                 f"{self.failure}: ranks {others} have other parameters than rank 0, expected shards of the same ones: "
                 f"give each stage of a pipeline a folder and a process_group of its own; {self.outcome}"
             )
+        for name in dict.fromkeys(itertools.chain(*(its for *_, its in every))):
+            there = [its.get(name) for *_, its in every]
+            if others := [rank for rank, value in enumerate(there) if value != there[0]]:
+                raise CheckpointError(
+                    f"{self.failure}: {name} is {there[0]} on rank 0 and {there[others[0]]} on rank {others[0]}, "
+                    f"expected the same on all ranks; {self.outcome}"
+                )
 
     def _without_marker(self, folder: Path) -> list[int]:
         """Return the ranks that do not see a file that rank 0 makes; none where it can make none."""

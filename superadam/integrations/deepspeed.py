@@ -23,6 +23,7 @@ from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.integrations.fp32_weights import WRAPPERS, save_fp32, unwrapped
 from superadam.integrations.zero_checkpoint import ZeroCheckpoint
 from superadam.kernels.torch_private import dtensor_like
+from superadam.offload import arguments
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
 
@@ -101,7 +102,7 @@ def _opened(folder: Path, model: nn.Module, optimizer: SpeculativeCPUAdam) -> tu
             found, expected = tuple(shape), tuple(named[name].shape)
             raise CheckpointError(f"{name} is of shape {found} in it, expected {expected} as in the model")
     names = {id(named[name]): name for name in checkpoint.places}
-    trained = {*map(id, parameters_of(optimizer))}
+    trained = {*map(id, parameters_of(arguments.unwrapped(optimizer)))}
     if idle := [name for each, name in names.items() if each not in trained]:
         raise CheckpointError(
             f"it has state of {idle[0]}, which the optimizer lacks, expected the parameters it trains"

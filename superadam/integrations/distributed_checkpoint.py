@@ -31,7 +31,7 @@ from superadam.host.signals import THIS_THREAD
 from superadam.integrations import background_save, checkpoint_contents, checkpoint_folder, checkpoint_tensors
 from superadam.integrations.background_save import wait
 from superadam.integrations.checkpoint_folder import CheckpointError
-from superadam.integrations.checkpoint_ranks import CheckpointRanks
+from superadam.integrations.checkpoint_ranks import CheckpointRanks, Seen
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of, without_wrapper
@@ -39,8 +39,6 @@ from superadam.optim.binding import untracked
 from superadam.optim.entry import Encoded
 
 __all__ = ["CheckpointError", "latest", "load", "save", "wait"]
-
-_SHARED = ": choose another folder that all ranks share"
 
 _descent: WeakKeyDictionary[Optimizer, set[str | None]] = WeakKeyDictionary()
 """Of each optimizer, the states of folders whose newest checkpoint was loaded into it or saved from it."""
@@ -67,9 +65,8 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
             other one that is intact, for `load` to go back to.
     """
     background_save.wait()
-    ranks = CheckpointRanks(
-        process_group, f"cannot continue or begin a run in {folder}", _SHARED, "nothing was changed"
-    )
+    failure, advice = f"cannot continue or begin a run in {folder}", ": choose another folder that all ranks share"
+    ranks = CheckpointRanks(process_group, failure, advice, "nothing was changed")
 
     def look() -> checkpoint_folder.CheckpointFolder:
         found = checkpoint_folder.look(path := Path(folder).absolute())
@@ -129,7 +126,7 @@ def save(
         ranks = CheckpointRanks(
             process_group,
             f"cannot save a checkpoint to {folder}",
-            f": free some space, or {_SHARED.removeprefix(': ')}",
+            ": free some space, or choose another folder that all ranks share",
             "earlier ones are as they were",
         )
         checkpoint = _NewCheckpoint(ranks, optimizer, steps, keep, stack, is_copied=not wait)
@@ -228,7 +225,7 @@ class _NewCheckpoint:
     def begin(self, folder: str | os.PathLike[str], model: nn.Module, extra: object) -> None:
         """Determine what is saved, and make the folder that it is written to."""
 
-        def read() -> tuple[object, list[list[float]], dict[str, Any]]:
+        def read() -> tuple[object, Seen, dict[str, Any]]:
             if type(self.keep) is not int or self.keep < 1:
                 raise CheckpointError(f"keep is {self.keep!r}, expected a whole number of at least 1")
             with self._lock():
@@ -242,18 +239,17 @@ class _NewCheckpoint:
                 self._parameters = {name: parameter for name, parameter in pairs if parameter not in apart}
                 values["extra"] = extra if self.ranks.rank == 0 else None
                 self._values = checkpoint_contents.bytes_of_values(values)
-                compared, counted = (model.parameters(), named) if self.ranks.size > 1 else ((), ())
                 counts = {
                     f"the step count of {name}": count.tolist()
-                    for name in counted
+                    for name in (named if self.ranks.size > 1 else ())
                     if isinstance(count := self._tensors.get(f"optimizer.{name}.step"), Tensor)
                 }
                 names = [(group["params"], group.get("param_names")) for group in values["param_groups"]]
-                return names, [*map(checkpoint_contents.seen, compared)], counts
+                shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+                return (names, shapes), checkpoint_contents.seen(model, self.ranks.size), counts
 
         names, seen, counts = self.ranks.run(read)
-        self.ranks.require_alike(names, seen)
-        self.ranks.require_same(folder=str(folder), wait=not self.is_copied, keep=self.keep, **counts)
+        self.ranks.require_same(names, seen, folder=str(folder), wait=not self.is_copied, keep=self.keep, **counts)
         self._states = _descent.setdefault(self.optimizer, set())
         self.part = self.ranks.on_first(
             lambda: checkpoint_folder.begin(Path(folder).absolute(), self.stack, self._states)
@@ -360,12 +356,11 @@ def _digests(paths: list[Path]) -> checkpoint_folder.Files:
 @contextmanager
 def _counted_steps(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
     """Give what counts the steps of an optimizer; of torch's those that begin inside."""
+    begun: list[None] = []
     if isinstance(optimizer, SpeculativeCPUAdam):
         yield lambda: optimizer.statistics.steps
-        return
-    if not isinstance(optimizer, Optimizer):  # which is refused on all ranks
+    elif isinstance(optimizer, Optimizer):
+        with optimizer.register_step_pre_hook(lambda *_: begun.append(None)):
+            yield lambda: len(begun)
+    else:  # which is refused on all ranks
         yield int
-        return
-    begun: list[None] = []
-    with optimizer.register_step_pre_hook(lambda *_: begun.append(None)):
-        yield lambda: len(begun)

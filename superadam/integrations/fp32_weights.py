@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superadam.distributed import shards
 from superadam.host.files import lock, synchronize
-from superadam.integrations.checkpoint_contents import reshard
+from superadam.integrations import checkpoint_contents
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import WRAPPER_NAMES, dtensor_like
@@ -70,9 +70,9 @@ def save_fp32(
     path = ranks.run(lambda: Path(os.path.realpath(folder)))  # no symbolic link, which a folder cannot replace
     part, stack = path.parent / f".{path.name}.part", ExitStack()
 
-    tensors = ranks.run(lambda: _masters(model, optimizer))
-    groups = arguments.unwrapped(optimizer).param_groups
-    ranks.require_alike(([*tensors], [group.get("param_names") for group in groups]))
+    tensors, seen = ranks.run(lambda: (_masters(model, optimizer), checkpoint_contents.seen(model, ranks.size)))
+    names = [group.get("param_names") for group in arguments.unwrapped(optimizer).param_groups]
+    ranks.require_same((names, [(name, tuple(parameter.shape)) for name, (parameter, _) in tensors.items()]), seen)
 
     def begin() -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -143,7 +143,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple[Tensor, Any]]:
     """Return each tensor of the model, by name, with what holds its value: a master, or itself."""
-    reshard(model)
+    checkpoint_contents.reshard(model)
     optimizer = arguments.unwrapped(optimizer)
     optimizer._adopt_sampled_writes()
     with optimizer._encoded():

@@ -122,12 +122,16 @@ class ZeroCheckpoint:
             if not isinstance(values, Tensor):
                 raise CheckpointError(f"{path} holds {type(values).__name__}, expected a tensor; it is damaged")
             return values
-        number, pieces = self.places[name], []
+        number, pieces, (begin, size) = self.places[name], [], self._sizes[name]
         masters = "fp32_flat_groups" if self._is_cut else "single_partition_of_fp32_groups"
         for rank, (shard, adam) in enumerate(zip(self._shards, self._adam, strict=True)):
-            flat = shard[masters][number] if key == "fp32" else adam["state"][number][key]
-            begin, size = self._place(rank, number, name)
-            pieces.append(flat.narrow(0, begin, size))
+            moments = adam["state"][number]
+            flat = shard[masters][number] if key == "fp32" else moments[key]
+            first, last = begin, begin + size
+            if not self._is_cut:  # as `param_slice_mappings` tells, but wrongly with `round_robin_gradients`
+                part = moments["exp_avg"].numel()
+                first, last = max(begin - rank * part, 0), min(last - rank * part, part)
+            pieces.append(flat.narrow(0, first, last - first) if first < last else flat[:0])
         return torch.cat(pieces)[: math.prod(self.shapes[name])]
 
     @functools.cached_property
@@ -145,16 +149,6 @@ class ZeroCheckpoint:
                 sizes[name] = begin, -(-math.prod(shape) // parts)
                 begin += sizes[name][1] + unused
         return sizes
-
-    def _place(self, rank: int, number: int, name: str) -> tuple[int, int]:
-        """Return where the elements of a parameter begin in a flat group of a rank, and how many there are."""
-        begin, size = self._sizes[name]
-        if self._is_cut:
-            return begin, size
-        # `param_slice_mappings` tells the same, except with `round_robin_gradients`, for which it is wrong.
-        part = self._adam[rank]["state"][number]["exp_avg"].numel()
-        first, last = max(begin - rank * part, 0), min(begin + size - rank * part, part)
-        return (first, last - first) if first < last else (0, 0)
 
     def step(self, name: str) -> Any:
         """Return the step count of a trained parameter."""

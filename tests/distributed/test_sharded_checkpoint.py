@@ -27,7 +27,8 @@ from support.visible import content
 from torch import distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -335,14 +336,21 @@ def test_what_would_be_that_of_one_rank_is_refused(rank, tmp_path):
     words.append(told(save, tmp_path, model, optimizer))
     assert all("in the optimizer's state, holds a DTensor, expected" in sentence for sentence in words)
     torch.manual_seed(rank)
-    stage = nn.Linear(3, 2)
-    stages = told(save, tmp_path, stage, SpeculativeCPUAdamW(stage.parameters()))
-    assert "ranks [1] have other parameters than rank 0" in stages
+    group = distributed.new_group([rank], use_local_synchronization=True)
+    sharded, stage = nn.Linear(3, 2), nn.Linear(3, 2)
+    fully_shard(sharded, mesh=DeviceMesh("cpu", [rank]))
+    for each in (sharded, stage):
+        own = SpeculativeCPUAdamW(each.parameters(), process_group=group)
+        for call in (save, deepspeed.save_fp32):
+            assert "ranks [1] have other parameters than rank 0" in told(call, tmp_path / "run", each, own)
     assert not os.listdir(tmp_path)
     nn.init.ones_(stage.weight)  # now only the biases differ, as those of which a loss is independent
     save(tmp_path, stage, SpeculativeCPUAdamW(stage.parameters()))
     nn.init.constant_(stage.weight.requires_grad_(False)[1], rank)  # frozen, and saved all the same
     assert "ranks [1] have" in told(save, tmp_path, stage, SpeculativeCPUAdamW([stage.bias]))
+    stage.weight.data = torch.ones(2, 3)
+    stage.other = nn.Parameter(distribute_tensor(torch.ones(2, 3), DeviceMesh("cpu", [0])), requires_grad=False)
+    save(tmp_path / "other", stage, SpeculativeCPUAdamW([stage.bias]))
     stage.weight.untyped_storage().resize_(0)  # of which there is nothing to compare
     assert "weight has no data" in told(save, tmp_path / "new", stage, SpeculativeCPUAdamW([stage.bias]))
 

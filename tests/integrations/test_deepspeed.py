@@ -465,6 +465,19 @@ def test_what_cannot_be_continued_changes_nothing(tmp_path, fault, dtype):
     assert not model.shift.any()
 
 
+def test_other_things_than_a_model_and_an_optimizer_of_ours_are_one_sentence(tmp_path):
+    model, optimizer = training()
+    for given, words in (
+        ((None, optimizer), "model is a NoneType, expected one Module"),
+        ((model, torch.optim.AdamW(model.parameters())), "optimizer is a AdamW, expected a SpeculativeCPUAdam"),
+    ):
+        for call, folder in ((deepspeed.load, DATA / "zero2-1"), (deepspeed.save_fp32, tmp_path / "new")):
+            with refused(optimizer, CheckpointError, f"{words}.*; nothing was"):
+                call(folder, *given)
+    assert not model.shift.any()
+    assert not list(tmp_path.iterdir())
+
+
 def everything(folder: Path) -> list[Any]:
     """Return what a run continues with from a folder."""
     model, optimizer = training()
