@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.language_models import VOCABULARY, llama, mixture_of_experts
 from support.overlap import ThreadDevice
-from support.ranks import on_ranks
+from support.ranks import on_ranks, preload
 from support.reference import same_bits
 from support.shards import ROUNDED, Oracle, local, wrap
 from torch import nn
@@ -25,7 +24,29 @@ STEPS = 12
 MICRO_BATCHES = 2
 LIMIT = 0.5
 
-MODELS = {"Llama": lambda: llama(intermediate_size=1), "Qwen3-MoE": mixture_of_experts}
+VOCABULARY = 63
+
+preload("transformers.models.llama.modeling_llama")
+preload("transformers.models.qwen3_moe.modeling_qwen3_moe")
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 1, "head_dim": 16, "tie_word_embeddings": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **sizes, **heads))
+
+
+def mixture_of_experts() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 32, "head_dim": 128, "num_experts": 3}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCABULARY, **sizes, **counts))
+
+
+MODELS = {"Llama": llama, "Qwen3-MoE": mixture_of_experts}
 """With uneven shards, and of the Llama's feed-forward layers empty ones."""
 
 
@@ -42,6 +63,7 @@ def backward(model: Any, rank: int, step: int) -> None:
 @on_ranks(2)
 def test_training(rank, name, dtype):
     """Steps clipped by torch, by the optimizer's limit, or not at all; one is not finite."""
+    torch.manual_seed(0)
     model: Any = MODELS[name]().to(dtype)
     wrap([*model.model.layers, model], mp_policy=MixedPrecisionPolicy(**ROUNDED))
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)

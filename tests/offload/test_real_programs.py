@@ -14,7 +14,8 @@ import pytest
 import torch
 from support import programs
 from support.optimizers import through_disk
-from support.programs import Program, Setting, differences, frozen, in_settings
+from support.overlap import loss_of, mlp
+from support.programs import OTHERS, Program, Setting, differences, frozen, in_settings
 from torch import Tensor, nn
 
 pytestmark = [
@@ -273,6 +274,33 @@ def reptile(run: Run) -> None:
                 parameter.grad = parameter.detach() - moved.detach()
             optimizer.step()
             optimizer.zero_grad()
+
+
+# ---- optimizers that share parameters -------------------------------------------------------------------------------
+
+
+def step_together(run: Run, *, takes_turns: bool) -> None:
+    model = mlp(run.dtype)
+    every, some = list(model.parameters()), list(model.parameters())[2:]
+    optimizers = [run.adamw(every, lr=0.05), run.adamw(some, lr=0.02)]
+    with run.overlap(optimizers[0], model) as first, run.overlap(optimizers[1], model) as second:
+        for seed in range(12):
+            loss_of(model, seed).backward()
+            for optimizer in optimizers[seed % 2 :][:1] if takes_turns else optimizers:
+                optimizer.step()
+            model.zero_grad()
+            run.see(parameters=every)
+        assert first is None or first.statistics.buckets + second.statistics.buckets > 0
+
+
+@program(settings=[one for one in OTHERS if one.name == "fp32-simulated"])
+def two_optimizers_with_schedulers_over_the_same_parameters(run: Run) -> None:
+    step_together(run, takes_turns=False)
+
+
+@program(settings=[one for one in OTHERS if one.name == "bf16-simulated"], limit=20.0)
+def two_optimizers_with_schedulers_that_take_turns(run: Run) -> None:
+    step_together(run, takes_turns=True)
 
 
 @in_settings(PROGRAMS)

@@ -336,26 +336,21 @@ def test_scheduler_without_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
+    """And leaves the first one's worker the lock, for which a finalizer there that uses the optimizer would wait."""
     with overlapped(device=overlap.ThreadDevice()) as (model, optimizer, scheduler):
         threads = {*threading.enumerate()}
-        with pytest.raises(RuntimeError, match=r"has a scheduler already; close\(\) it"):
-            OffloadScheduler(optimizer, model)
+        for device in (None, overlap.ThreadDevice()):
+            with pytest.raises(RuntimeError, match=r"has a scheduler already; close\(\) it"):
+                OffloadScheduler(optimizer, model, device=device)
+        scheduler._pipeline.worker.submit(lambda is_awaited: optimizer.zero_grad())
+        with pytest.raises(WorkerError, match="has used an optimizer"):
+            scheduler._pipeline.worker.drain()
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="cannot be copied or pickled, because its worker"):
                 copied(scheduler)
         assert {*threading.enumerate()} <= threads
         train(model, optimizer, range(2))
     OffloadScheduler(optimizer, model).close()
-
-
-def test_a_refused_scheduler_leaves_the_lock_to_the_worker_of_the_first() -> None:
-    """A finalizer that uses the optimizer there would wait for it, and the training thread for the worker."""
-    with overlapped(device=overlap.ThreadDevice()) as (model, optimizer, scheduler):
-        with pytest.raises(RuntimeError, match="has a scheduler already"):
-            OffloadScheduler(optimizer, model, device=overlap.ThreadDevice())
-        scheduler._pipeline.worker.submit(lambda is_awaited: optimizer.zero_grad())
-        with pytest.raises(WorkerError, match="has used an optimizer"):
-            scheduler._pipeline.worker.drain()
 
 
 def test_a_closed_scheduler_leaves_no_hook_and_is_not_used_again() -> None:

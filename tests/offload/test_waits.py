@@ -30,38 +30,8 @@ REASONS = {
     "offload.pipeline Pipeline.drain: self._device.record(Stream.CURRENT).synchronize()": (
         "the worker waits for each copy itself; this only tells hidden from awaited time in the statistics"
     ),
-    "offload.transfers Transfers._pack: self._let_leave(PACKED_UNDER_WAY)": "costs memory of the device, no value",
-    "offload.transfers Transfers._pack: self._let_leave(0)": (
-        "the device of these programs refuses no memory; without it, packing fails again as it did"
-    ),
-    "state.new_values NewValues.settle: self.device.record(Stream.CURRENT).synchronize()": (
-        "what was published has an event of its own; this one is for what a program enqueued to its stream"
-    ),
-    **dict.fromkeys(
-        (
-            "state.new_values Shadow.sources: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))",
-            "state.new_values Shadow.sources: device.record(Stream.CURRENT)",
-        ),
-        "torch reuses memory of its stream at once; the simulated device hands out none that something still uses",
-    ),
-    **dict.fromkeys(
-        (
-            "state.resident ResidentStates.step: self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))",
-            "state.resident ResidentStates.step: self._device.record(Stream.UPLOAD)",
-        ),
-        "the host's state is not pinned, so that its copies wait themselves; pinned state would need it",
-    ),
-    "state.resident ResidentStates.bring_home: self._device.record(Stream.CURRENT).synchronize()": (
-        "the host's state is not pinned, so that copies to it wait themselves; pinned state would need it"
-    ),
-    "state.resident ResidentStates.step: self._device.record(Stream.CURRENT)": (
-        "steps of these programs run on the stream on which state comes home; another thread's would need it"
-    ),
     "state.new_values NewValues.upload: device.record_stream(distant, Stream.UPLOAD)": (
         "publishing keeps the memory for a stream that has waited for the upload; this is for values that are dropped"
-    ),
-    "state.resident ResidentStates.step: self._device.record_stream(tensor, Stream.CURRENT)": (
-        "the memory is freed after `bring_home` has waited for the stream; only a step that fails frees it before"
     ),
 }
 """Why programs do not notice that a wait is missing."""
@@ -69,13 +39,26 @@ REASONS = {
 TRANSFERS, CUDA = "tests/offload/test_transfers.py", "tests/devices/test_cuda.py"
 SIMULATED = "tests/devices/test_simulated.py"
 RESIDENT, BUCKETS = "tests/state/test_resident_states.py", "tests/offload/test_buckets.py"
+SHORT = "tests/offload/test_short_memory.py"
 SAMPLES = "tests/offload/test_late_models.py::test_samples_wait_for_what_another_stream_publishes"
 NOTICED_BY = {
     "state.new_values NewValues.follow: self.device.wait(Stream.CURRENT, self._published)": SAMPLES,
     "state.samples Samples._differing: table.new_values.follow()": SAMPLES,
     "offload.transfers Transfers._send_to_host: device.record_stream(host, Stream.DOWNLOAD)": TRANSFERS,
     "state.resident ResidentStates.bring_home: self._device.wait(Stream.CURRENT, self._updated)": RESIDENT,
-    "offload.transfers Transfers._let_leave: arrived.synchronize()": "tests/offload/test_short_memory.py",
+    **dict.fromkeys(
+        (
+            "state.resident ResidentStates.bring_home: self._device.record(Stream.CURRENT).synchronize()",
+            "state.resident ResidentStates.step: self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))",
+            "state.resident ResidentStates.step: self._device.record(Stream.UPLOAD)",
+            "state.resident ResidentStates.step: self._device.record(Stream.CURRENT)",
+            "state.resident ResidentStates.step: self._device.record_stream(tensor, Stream.CURRENT)",
+        ),
+        RESIDENT,
+    ),
+    "offload.transfers Transfers._let_leave: arrived.synchronize()": SHORT,
+    "offload.transfers Transfers._pack: self._let_leave(PACKED_UNDER_WAY)": SHORT,
+    "offload.transfers Transfers._pack: self._let_leave(0)": SHORT,
     "offload.buckets Bucketer.add: self._device.record_stream(taken.pending, Stream.CURRENT)": BUCKETS,
     "devices.cuda CudaDevice._keep: tensor.record_stream(used_by)": CUDA,
     "devices.cuda CudaDevice.mark_ready: self.record(Stream.CURRENT)": CUDA,
@@ -86,7 +69,10 @@ NOTICED_BY = {
     "offload.transfers Transfers.round_taken: device.wait(Stream.CURRENT, made)": TRANSFERS,
     "offload.transfers Transfers.round_taken: device.record(Stream.CURRENT)": TRANSFERS,
     "offload.transfers Transfers.round_taken: made.synchronize()": TRANSFERS,
+    "state.new_values NewValues.settle: self.device.record(Stream.CURRENT).synchronize()": TRANSFERS,
     "state.new_values NewValues.stage: self._staged.synchronize()": TRANSFERS,
+    "state.new_values Shadow.sources: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))": TRANSFERS,
+    "state.new_values Shadow.sources: device.record(Stream.CURRENT)": TRANSFERS,
     "state.new_values Shadow.put: self.new_values.device.wait(Stream.CURRENT, arrived)": TRANSFERS,
     "state.new_values Patch.send: device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))": TRANSFERS,
     "state.new_values Patch.send: device.record(Stream.CURRENT)": TRANSFERS,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, EACH_PAIR, make, through_disk, train_alike, trained
+from support.optimizers import EACH_DTYPE, EACH_PAIR, make, through_disk, trained
 from support.visible import bits, give_gradients, parameter, parameters_of, refused, state_bits, train, visible
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -273,19 +273,6 @@ def test_closure(mode: Callable[[], Any]) -> None:
     assert visible(optimizer) == visible(twin)
 
 
-@EACH_PAIR
-def test_zero_grad(ours: type, theirs: type) -> None:
-    for cls in (ours, theirs):
-        optimizer = make(cls=cls)
-        give_gradients(optimizer, 1)
-        held = parameters_of(optimizer)[0].grad
-        optimizer.zero_grad(set_to_none=False)
-        assert parameters_of(optimizer)[0].grad is held
-        assert not held.any()
-        optimizer.zero_grad()
-        assert parameters_of(optimizer)[0].grad is None
-
-
 @EACH_DTYPE
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("speculative", [False, True])
@@ -407,16 +394,6 @@ def test_what_a_pickle_lacks_stays(key: str) -> None:
     before = state_bits(optimizer)
     optimizer.__setstate__({key: getattr(optimizer, key)} if key else {})
     assert state_bits(optimizer) == before
-
-
-def test_deepcopy_of_model_and_optimizer_together() -> None:
-    model = torch.nn.Linear(5, 5, dtype=torch.bfloat16)
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    train(optimizer, 1)
-    other_model, other = copy.deepcopy((model, optimizer))
-    assert all(p is q for p, q in zip(other_model.parameters(), parameters_of(other), strict=True))
-    train_alike(optimizer, other, 2, speculative=False)
-    assert bits(other_model.weight) == bits(model.weight)
 
 
 def test_steps_of_other_threads_wait_for_a_copy() -> None:

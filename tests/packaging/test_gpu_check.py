@@ -132,13 +132,33 @@ def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path, capsys):
         assert name in printed, name
 
 
+CUDA_ERROR = """before
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+
+KeyError: 'inner'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+    c()
+    ^^^
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+nanobind: leaked 4 instances!
+"""
+
+
 @pytest.mark.parametrize(
     ("kind", "instead", "stage", "words"),
     [
         ("tests", lambda _: Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0), "tests", "tests/a.py::b"),
         ("train", lambda done: Done(1, done.output + "NOT verified: 3", 1.0), "verification", "status 1: NOT verified"),
         ("rates", lambda done: Done(1, done.output + "RuntimeError: lost", 1.0), "rates", "RuntimeError: lost"),
-        (sides.OVERLAPPED, lambda _: Done(1, "RuntimeError: lost", 1.0), "throughput", "RuntimeError: lost"),
+        (sides.OVERLAPPED, lambda _: Done(1, CUDA_ERROR, 1.0), "throughput", "illegal memory access"),
     ],
 )
 def test_fault_is_a_failure_and_the_rest_goes_on(kind, instead, stage, words, tmp_path):
@@ -146,6 +166,8 @@ def test_fault_is_a_failure_and_the_rest_goes_on(kind, instead, stage, words, tm
     assert status == 1
     assert [name for name, outcome in outcomes.items() if outcome == "failed"] == [stage]
     assert words in stages[stage]["detail"]
+    if kind == sides.OVERLAPPED:
+        assert stages[stage]["figures"]["outputs"] == [f"{sides.OVERLAPPED} over tiny:\n{CUDA_ERROR}"]
 
 
 @pytest.mark.parametrize(
@@ -460,26 +482,6 @@ def test_line_in_which_a_program_was_killed_is_left_out():
         assert Done(None, f"{MARK}{{}}\n{MARK}{{{end}", 1.0).lines(MARK) == [{}]
 
 
-CUDA_ERROR = """before
-Traceback (most recent call last):
-  File "a.py", line 1, in <module>
-
-KeyError: 'inner'
-
-The above exception was the direct cause of the following exception:
-
-Traceback (most recent call last):
-  File "a.py", line 3, in <module>
-    c()
-    ^^^
-torch.AcceleratorError: CUDA error: an illegal memory access was encountered
-CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
-Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
-
-nanobind: leaked 4 instances!
-"""
-
-
 @pytest.mark.parametrize(
     ("done", "line"),
     [
@@ -501,12 +503,6 @@ def test_both_ends_of_an_output_are_kept():
     assert ends.startswith("firstb")
     assert ends.endswith("blast")
     assert f"b\n[{most + 9:,} characters]\nb" in ends
-
-
-def test_output_of_a_process_that_failed_is_kept(tmp_path):
-    _, stages, _ = check(tmp_path, but(sides.OVERLAPPED, lambda _: Done(1, CUDA_ERROR, 1.0)))
-    assert "illegal memory access" in stages["throughput"]["detail"]
-    assert stages["throughput"]["figures"]["outputs"] == [f"{sides.OVERLAPPED} over tiny:\n{CUDA_ERROR}"]
 
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys):
