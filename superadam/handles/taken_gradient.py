@@ -439,4 +439,6 @@ def attributes_of(handle: Any) -> dict[str, Any]:
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:
     """Raise a version counter to that of the tensor that is replaced; RuntimeError if either has none."""
-    torch.autograd.graph.increment_version([tensor] * (version_of(predecessor) - version_of(tensor)))
+    version = version_of(predecessor)
+    if version > version_of(tensor):
+        torch_private.raise_versions([tensor], [version])
