@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import operator
 import sys
 import weakref
@@ -350,17 +349,12 @@ def _all_taken(tensors: list[Tensor]) -> list[TakenGradient]:
 def _detach(operation: Any, tensor: Tensor, size: list[int] | None = None) -> Any:
     """Return an alias; a view only if it has the same shape and strides."""
     taken = _taken(tensor)
-    if taken is None or (size is not None and not _is_view_like(taken, size)):
+    if taken is None or (size is not None and taken.shape != tuple(size)):
+        return NotImplemented
+    # Of dimensions of one element torch chooses the strides of a view.
+    if size is not None and 1 in size and taken.strides != torch.empty(size, device="meta").stride():
         return NotImplemented
     return GradientHandle(taken, is_alias=True)
-
-
-def _is_view_like(taken: TakenGradient, size: Iterable[int]) -> bool:
-    """Return whether a view has the gradient's shape and strides: torch chooses those of dimensions of one element."""
-    shape = tuple(taken.shape)
-    if tuple(size) != shape or 1 not in shape:
-        return tuple(size) == shape
-    return taken.strides == tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
 
 
 def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
@@ -401,7 +395,7 @@ def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
     is_list = not isinstance(target, Tensor)
     tensors = target if is_list else [target]
     every = _all_taken(tensors)
-    if not every or not _is_scalar_for(every, value) or _are_all_given_back(every):
+    if not every or not _is_scalar_for(every, value):
         return NotImplemented
     kept = value.clone() if isinstance(value, Tensor) else value  # its holder may change it
     _record(Factor(kind, kept, is_list), operation, target, value)
@@ -420,31 +414,23 @@ def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
     )
 
 
-def _are_all_given_back(every: list[TakenGradient]) -> bool:
-    """Return whether a product of none of these can be recorded."""
-    return needs_present_mode(every) and not any(taken.is_unrounded for taken in every)
-
-
 def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> None:
     """Record a product on the gradients that were taken, and apply it to the other tensors.
 
     Where the present mode counts, it is applied to all.
     """
     is_list = not isinstance(target, Tensor)
-    ordinary, handles = list[Tensor](), list[Tensor]()
+    ordinary, handles = list[Tensor](), list[Any]()
     for tensor in target if is_list else [target]:
         (ordinary if _taken(tensor) is None else handles).append(tensor)
-    is_made_now, left = needs_present_mode(_all_taken(handles)), list[Tensor]()
+    is_made_now, left = needs_present_mode(handle.taken for handle in handles), list[Tensor]()
     if ordinary:  # before anything is recorded, because torch may refuse them
         _run(operation, (ordinary if is_list else target, *arguments), {})
-    for tensor in handles:
-        taken = _taken(tensor)
-        if taken is not None and is_made_now:
-            is_made = taken.is_unrounded and taken.multiply(factor)
-        else:
-            is_made = taken is not None and taken.record(factor)
-        if not is_made:
-            left.append(tensor)
+    for handle in handles:
+        taken = handle.taken
+        is_made = taken.record(factor) if not is_made_now else taken.is_unrounded and taken.multiply(factor)
+        if not is_made:  # also where another thread has given it back
+            left.append(handle)
     if left:
         _run(operation, (left if is_list else target, *arguments), {})
 
@@ -453,10 +439,7 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
     """Check for Inf and NaN, and record the product with the inverse of a loss scale."""
     if any(type(it) is not Tensor or it.numel() != 1 or it.dtype != torch.float32 for it in (found, inverse)):
         return NotImplemented
-    every = _all_taken(tensors)
-    if _are_all_given_back(every):
-        return NotImplemented
-    for taken in every:
+    for taken in _all_taken(tensors):
         count = None if taken.factors else taken.holder._nonfinite_of(taken)
         if count is None:
             found.masked_fill_(~torch.isfinite(taken.exact()).all().to(found.device), 1.0)
@@ -480,14 +463,13 @@ def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -
 
 def _zero(operation: Any, target: Any) -> Any:
     """Set gradients to zero; those that arrived unrounded stay handles, so that what is added later is not rounded."""
-    is_list = not isinstance(target, Tensor)
-    tensors = target if is_list else [target]
-    every = [taken for taken in _all_taken(tensors) if taken.is_reduced and taken.zero()]
-    if not every:
-        return NotImplemented
-    others = [tensor for tensor in tensors if _taken(tensor) not in every]
+    is_list, others = not isinstance(target, Tensor), list[Tensor]()
+    for tensor in target if is_list else [target]:
+        taken = _taken(tensor)
+        if taken is None or not taken.is_reduced or not taken.zero():
+            others.append(tensor)
     if others:
-        _run(operation, (others,), {})
+        _run(operation, (others if is_list else target,), {})
     return None if is_list else target
 
 

@@ -254,12 +254,7 @@ class TakenGradient:
             exact = self._as_it_was(self.ready(), self.exact_dtype)
             if not self.factors:
                 return exact
-            if exact is self.pending:
-                exact = self._copy_of(exact, exact.dtype)
-            with deferred_signals(), native.usual_float_mode():
-                for factor in self.factors:
-                    factor.apply(exact)
-            return exact
+            return self._multiplied(self._copy_of(exact, exact.dtype) if exact is self.pending else exact)
 
     def unscaled(self) -> Tensor:
         """Return what `exact` does, without factors, for those who need not wait for `arrived`."""
@@ -270,12 +265,15 @@ class TakenGradient:
         pending = self.ready()
         if not self.factors:
             return pending.to(self.exact_dtype)
-        scaled = torch.empty_like(pending, dtype=self.exact_dtype).copy_(pending)
-        apply = Factor.apply if pending.device == self.device else Factor.apply_on_host
+        return self._multiplied(torch.empty_like(pending, dtype=self.exact_dtype).copy_(pending))
+
+    def _multiplied(self, values: Tensor) -> Tensor:
+        """Apply the factors to values and return them."""
+        apply = Factor.apply if values.device == self.device else Factor.apply_on_host
         with deferred_signals(), native.usual_float_mode():
             for factor in self.factors:
-                apply(factor, scaled)
-        return scaled
+                apply(factor, values)
+        return values
 
     def _copy_of(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=self.device).copy_(values)
@@ -439,4 +437,6 @@ def attributes_of(handle: Any) -> dict[str, Any]:
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:
     """Raise a version counter to that of the tensor that is replaced; RuntimeError if either has none."""
-    torch.autograd.graph.increment_version([tensor] * (version_of(predecessor) - version_of(tensor)))
+    version = version_of(predecessor)
+    if version > version_of(tensor):
+        torch_private.raise_versions([tensor], [version])

@@ -109,6 +109,18 @@ version_of: Callable[[Tensor], int] = (
 """Returns the version counter, which counts writes. Otherwise a number lower than all before, so that every tensor
 counts as written to since any earlier look, and values are compared."""
 
+
+def _count_up(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    for tensor, version in zip(tensors, versions, strict=True):
+        torch.autograd.graph.increment_version([tensor] * (version - version_of(tensor)))
+
+
+_set_versions = _find("_C._autograd._unsafe_set_version_counter", _count_up)
+raise_versions: Callable[[Sequence[Tensor], Sequence[int]], object] = (
+    _set_versions if FOUND["Tensor._version"] else _count_up
+)
+"""Sets version counters to higher numbers at once; otherwise it counts up to them, which takes longer each step."""
+
 _WeakReference: Any = _find("multiprocessing.reductions.StorageWeakRef")
 _has_address: bool = _find("UntypedStorage._cdata") is not None and _WeakReference is not None
 

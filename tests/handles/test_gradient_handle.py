@@ -7,6 +7,7 @@ import math
 import operator
 import pickle
 import signal
+import tracemalloc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -796,6 +797,22 @@ def test_versions_do_not_run_backwards(give_back: Callable[[Any], object], is_re
             seen.append(parameter.grad._version)
     assert all((b > a) is (d > c) for (a, b), (c, d) in zip(*map(itertools.pairwise, versions), strict=True)), versions
     assert all(ours >= theirs for ours, theirs in zip(*versions, strict=True)), versions
+
+
+def test_a_gradient_that_was_written_to_a_million_times_is_taken_and_given_back_as_any_other() -> None:
+    """As one that `zero_grad(set_to_none=False)` leaves in `.grad` has been after a long training."""
+    parameter: Any = _with_gradient(torch.ones(3))
+    owner = Owner(parameter)
+    torch.autograd.graph.increment_version([parameter.grad] * 10**6)
+    tracemalloc.start()
+    try:
+        assert take_gradient(parameter, owner) is not None
+        parameter.grad.zero_()
+        assert type(parameter.grad) is Tensor
+        assert parameter.grad._version > 10**6
+        assert tracemalloc.get_traced_memory()[1] < 10**5  # and so no list of a million
+    finally:
+        tracemalloc.stop()
 
 
 # -- traps -------------------------------------------------------------------------------------------------------------

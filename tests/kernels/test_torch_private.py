@@ -327,6 +327,14 @@ def _() -> bool:
     return seen == [1, 1, 1, 1, 0, 0]
 
 
+@relied_on("sets the version counters of tensors, handles too", "_C._autograd._unsafe_set_version_counter")
+def _() -> bool:
+    one, other = torch.zeros(2), without_memory()
+    torch_private.raise_versions([one, other], [70, 2**31])
+    one.add_(1)
+    return (one._version, other._version) == (71, 2**31)
+
+
 @relied_on("copies each tensor of a list to one of another dtype and layout", "_foreach_copy_")
 def _() -> bool:
     sources = [torch.tensor([[1.0, 2.5], [3.0, 4.0]]), torch.tensor([5.0])]

@@ -30,6 +30,7 @@ NEEDED_ALONE = (
     "_compile._disable_dynamo",
     "optim.Optimizer.profile_hook_step",
     "Tensor._version",
+    "_C._autograd._unsafe_set_version_counter",
     "_foreach_copy_",
     "utils._pytree.register_pytree_node",
     "autograd.profiler._is_profiler_enabled",
