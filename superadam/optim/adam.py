@@ -485,7 +485,8 @@ class SpeculativeCPUAdam(Optimizer):
         """Return `state_dict()` without masters, as `torch.optim.Adam` or `AdamW` over the same parameters loads it."""
         result, state = self.state_dict(), {}
         for key, e in result["state"].items():
-            state[key] = {name: e[name] for name in e if name != "master"} if isinstance(e, dict) else e
+            is_ours = isinstance(e, dict) and "step" in e  # others may keep something under a name of their own
+            state[key] = {name: e[name] for name in e if name != "master"} if is_ours else e
         return {**result, "state": state}
 
     @_whole
