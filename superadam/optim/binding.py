@@ -373,7 +373,7 @@ class Binding(GradientHolder):
         if self._transaction is not None:
             self._transaction.commit()
             self._transaction.table.bring_home()
-            self.published.write(self._transaction.table)
+            self.published.write(self._transaction.table, self._transaction.table.states)
 
     def _refresh_held_entries(self, transaction: Transaction) -> None:
         """Bring those of `entries` up to date of which programs hold something."""
