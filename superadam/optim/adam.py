@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,24 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.optim import arguments, checkpoint
-from superadam.optim.binding import Binding, all_names_of, hyper_by_row, names_of, runs_of, untracked
+from superadam.optim.binding import Binding, Method, all_names_of, hyper_by_row, names_of, runs_of, untracked
 from superadam.optim.entry import raw
 from superadam.state.parameter import ParameterState, Pending, check_parameter, pieces_of
 from superadam.state.storage import Storage
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
-
-def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[Concatenate[Any, _Arguments], _Result]:
+def _whole(method: Method) -> Method:
     """Run `untracked`, outside torch.func's transforms, and wholly before or after such calls of other threads."""
 
     @functools.wraps(method)
-    def whole(self: Any, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def whole(self: Any, *args: Any, **kwargs: Any) -> Any:  # `self` may be named, as torch's checkpoints do
         # The lock is one call into C, which no signal divides from what follows.
         with self._binding._lock(), torch_private.without_transforms():
             return method(self, *args, **kwargs)
 
-    return untracked(whole)  # type: ignore[return-value]  # `self` may be named, as torch's checkpoints do
+    return untracked(whole)  # type: ignore[return-value]  # of the same signature
 
 
 def _lighten_step(optimizer_class: Any) -> None:
@@ -485,7 +482,8 @@ class SpeculativeCPUAdam(Optimizer):
         """Return `state_dict()` without masters, as `torch.optim.Adam` or `AdamW` over the same parameters loads it."""
         result, state = self.state_dict(), {}
         for key, e in result["state"].items():
-            state[key] = {name: e[name] for name in e if name != "master"} if isinstance(e, dict) else e
+            is_ours = isinstance(e, dict) and "step" in e  # others may keep something under a name of their own
+            state[key] = {name: e[name] for name in e if name != "master"} if is_ours else e
         return {**result, "state": state}
 
     @_whole

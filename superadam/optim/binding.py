@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,25 +43,23 @@ from superadam.step.transaction import Transaction
 
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
 _get_stand_ins = operator.attrgetter("shown")
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 Groups = Sequence[dict[str, Any]]  # as `torch.optim.Optimizer.param_groups`
 
 
-def untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def untracked(method: Method) -> Method:
     """Run without autograd, outside inference mode (state made there could not be written outside), and uncompiled."""
 
     @functools.wraps(method)
-    def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def untracked(*args: Any, **kwargs: Any) -> Any:
         # One call into C, which also restores the grad mode: a signal handler that raises inside no_grad() would leave
         # gradients disabled.
         with torch_private.inference_mode(False):
             torch.set_grad_enabled(False)
             return method(*args, **kwargs)
 
-    uncompiled: Callable[_Arguments, _Result] = torch_private.uncompiled(untracked)  # as the methods of torch.optim
-    return uncompiled
+    return torch_private.uncompiled(untracked)  # type: ignore[no-any-return]  # as the methods of torch.optim
 
 
 def names_of(group: dict[str, Any], index: int) -> list[str]:
@@ -375,7 +373,7 @@ class Binding(GradientHolder):
         if self._transaction is not None:
             self._transaction.commit()
             self._transaction.table.bring_home()
-            self.published.write(self._transaction.table)
+            self.published.write(self._transaction.table, self._transaction.table.states)
 
     def _refresh_held_entries(self, transaction: Transaction) -> None:
         """Bring those of `entries` up to date of which programs hold something."""

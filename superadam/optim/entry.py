@@ -108,10 +108,8 @@ class Entry(dict[str, Any]):
     values: Any = MutableMapping.values
     items: Any = MutableMapping.items
     __eq__: Any = MutableMapping.__eq__
+    __ne__: Any = object.__ne__  # the opposite
     __hash__ = None
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
 
     def pop(self, key: str, *default: Any) -> Any:
         self.get(key)  # which decodes it

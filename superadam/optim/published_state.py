@@ -171,13 +171,11 @@ class PublishedState:
         values = raw(entry) if isinstance(entry, dict) else {}
         return [key for key, shown in state.shown.items() if values.get(key) is shown]
 
-    def write(self, table: ParameterTable, states: Collection[ParameterState] | None = None) -> None:
-        """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay.
+    def write(self, table: ParameterTable, states: Sequence[ParameterState]) -> None:
+        """Bring `entries` up to date with those of these states, on the host, whose rows are newer.
 
-        `states` are those of rows that may be newer; all by default. Their state is on the host.
+        Other entries, which users may have edited, stay.
         """
-        if states is None:
-            states = [table.states[row] for row in np.flatnonzero(~table.is_published).tolist()]
         for state in states:
             if table.is_published[state.row]:
                 continue

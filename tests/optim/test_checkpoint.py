@@ -301,7 +301,7 @@ def _with_foreign_state(optimizer: Any) -> Any:
         one = torch.ones(2, dtype=p.dtype)
         history = [one, {"best": one + 1}, 3.0]
         optimizer.state[p] |= {"slow": p.detach() + 1, "mean": one[0] / 10, "history": history, "name": "text"}
-    optimizer.state["of the wrapper"] = {"k": 5}
+    optimizer.state["of the wrapper"] = {"k": 5, "master": "text"}
     return optimizer
 
 
@@ -339,6 +339,7 @@ def test_what_others_keep_in_the_state_travels_along(dtype: torch.dtype, travels
     other = TRAVELS[travels](_with_foreign_state(optimizer))
     expected = _foreign_state(optimizer)
     assert _foreign_state(other) == expected
+    assert other.torch_state_dict()["state"]["of the wrapper"] == optimizer.state["of the wrapper"]
     for one in (other, twin):
         trained(one, range(2, 4))
     assert shown(other)[:2] == shown(twin)
