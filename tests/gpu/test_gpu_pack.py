@@ -39,14 +39,13 @@ def chunks_per_program(number: int) -> AbstractContextManager[object]:
 @given(st.data())
 def test_packing_has_the_bits_of_the_cpu(data):
     link = data.draw(st.sampled_from([*HALVES_AND_FLOAT32, Dtype.FLOAT64]), "link")
-    sources = [link] if link is Dtype.FLOAT64 else data.draw(st.sampled_from([[link], HALVES_AND_FLOAT32]), "sources")
+    dtype = link if link is Dtype.FLOAT64 else data.draw(st.sampled_from(HALVES_AND_FLOAT32), "dtype")
     lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=5), "lengths")
-    dtypes = [data.draw(st.sampled_from(sources)) for _ in lengths]
     kinds = [data.draw(st.sampled_from(Magnitudes)) for _ in lengths]
     seeds, sprinkle = st.integers(0, 2**32 - 1), st.booleans()
     stored = [
         stored_gradient(data.draw(seeds), length, kind, dtype, data.draw(sprinkle))
-        for length, kind, dtype in zip(lengths, kinds, dtypes, strict=True)
+        for length, kind in zip(lengths, kinds, strict=True)
     ]
     gaps = data.draw(st.sampled_from([(), (64,), (3, 0, 40)]), "gaps")
     places, numel = offsets_with_gaps(lengths, gaps, data.draw(st.permutations(range(len(lengths))), "order"))
@@ -55,7 +54,7 @@ def test_packing_has_the_bits_of_the_cpu(data):
     per_program = data.draw(st.sampled_from([2, 8]), "chunks per program")
     for name in BACKENDS:
         with asked_for(name), chunks_per_program(per_program):
-            check_pack(stored, dtypes, link, places, numel, starts, with_norm and name == "triton")
+            check_pack(stored, dtype, link, places, numel, starts, with_norm and name == "triton")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_every_half_and_rounding_beside_every_tie(implementation, dtype, link):
     values = telling(dtype, link)
     pieces = np.split(values, range(256, len(values), 256))
     with chunks_per_program(1 << (len(pieces) - 1).bit_length()):
-        check_pack(pieces, [dtype] * len(pieces), link, range(0, len(values), 256), len(values))
+        check_pack(pieces, dtype, link, range(0, len(values), 256), len(values))
 
 
 @needs_triton
@@ -78,7 +77,7 @@ def test_many_small_tensors_take_one_launch():
     places, numel = offsets_with_gaps(lengths, (), range(len(lengths)))
     launches = Launches(pack.pack_kernel)
     with asked_for("triton"), chunks_per_program(64), mock.patch.object(pack, "pack_kernel", launches):
-        check_pack(stored, [Dtype.FLOAT32] * len(lengths), Dtype.FLOAT32, places, numel)
+        check_pack(stored, Dtype.FLOAT32, Dtype.FLOAT32, places, numel)
         assert launches.grids == [(-(-300 // pack.CHUNKS_PER_PROGRAM),)]
 
 

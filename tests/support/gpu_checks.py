@@ -95,7 +95,7 @@ def norms_of_cpu(stored: Sequence[Array], dtype: Dtype) -> tuple[Array, Array]:
 
 def check_pack(
     stored: Sequence[Array],
-    dtypes: Sequence[Dtype],
+    dtype: Dtype,
     link: Dtype,
     places: Sequence[int],
     numel: int,
@@ -103,14 +103,11 @@ def check_pack(
     with_norm: bool | None = None,
 ) -> None:
     """Pack arrays with what runs at present, and compare every byte with the CPU's kernels and the oracle's casts."""
-    gradients = [
-        Placed(one, dtype, starts[number % len(starts)])
-        for number, (one, dtype) in enumerate(zip(stored, dtypes, strict=True))
-    ]
+    gradients = [Placed(one, dtype, starts[number % len(starts)]) for number, one in enumerate(stored)]
     blank = np.frombuffer(b"\x5a" * (numel * STORAGE[link]().itemsize), STORAGE[link])
     destination = Placed(blank, link, starts[-1])
     wanted, arrived = blank.copy(), []
-    for one, dtype, place in zip(stored, dtypes, places, strict=True):
+    for one, place in zip(stored, places, strict=True):
         arrived.append(one if dtype is link else narrow(widen(one, dtype), link))
         wanted[place : place + len(one)] = arrived[-1]
     sums, nonfinite = norms_of_cpu(arrived, link)
