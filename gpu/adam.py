@@ -40,7 +40,6 @@ from .casts import (
     split_24bit,
     widen,
 )
-from .choice import Backend, backend
 from .language import AS_WRITTEN, constant, jit, on, tl, warp_size
 from .tables import addresses_of, entry, find_tensor, make_table, upload
 
@@ -264,7 +263,8 @@ def adam_kernel(
 def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
     """Run the steps of many parameters on one GPU, on the current stream: write their state and their working copies.
 
-    Steps with the same dtypes, formats and flags take one launch. Nothing is written if it raises.
+    Needs Triton, as plain torch has no exact form of the formula. Steps with the same dtypes, formats and flags take
+    one launch. Nothing is written if it raises.
 
     Args:
         steps: of distinct parameters; float32 state, perhaps in fewer bits, with gradients and parameters of float32,
@@ -272,18 +272,11 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         sets: the scalars that steps index, computed in double precision for float64 state.
 
     Raises:
-        RuntimeError: Triton cannot be used on the device.
         ValueError: 8-bit moments of part of a block, or with amsgrad.
     """
     if not steps:
         return
     device = steps[0].master.device
-    choice = backend(device)
-    if choice.backend is Backend.TORCH:
-        raise RuntimeError(
-            f"superadam.gpu.update needs Triton, as plain torch has no exact form of the formula, but {choice.reason}; "
-            "mend that, or keep this state on the CPU"
-        )
     alike: dict[tuple[Dtype, Format, Dtype, Dtype, Flag], list[ResidentStep]] = {}
     for step in steps:
         real = Dtype.FLOAT64 if step.master.dtype == torch.float64 else Dtype.FLOAT32

@@ -22,8 +22,7 @@ from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.native import CHUNK
 
 from .casts import FLOAT64, VECTOR_BYTES, narrow, pointer, widen
-from .choice import Backend, backend
-from .language import AS_WRITTEN, constant, jit, on, tl
+from .language import AS_WRITTEN, constant, jit, obstacle, on, tl
 from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
 
 LENGTH = constant(CHUNK)
@@ -144,7 +143,8 @@ def pack_gradients(
     """Copy gradients into one flat buffer, converted to its dtype, and compute their norm as they arrive there.
 
     Enqueued to the current stream; memory from outside torch's allocator must be kept until that has run. One launch
-    for any number of gradients, or without Triton one for each, with the same bits. Gaps in the buffer keep their bits.
+    for any number of gradients, or without Triton, which norms need, one for each, with the same bits. Gaps in the
+    buffer keep their bits.
 
     Args:
         gradients: dense, on one device, of one dtype; they count as their elements in the order of memory.
@@ -155,20 +155,11 @@ def pack_gradients(
         sums: float64, 1-D, on the device or pinned: receives the sum of squares of the converted elements of each chunk
             of 4096 elements of a gradient, in the order of `gradients`. None for no norm.
         nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
-
-    Raises:
-        RuntimeError: Triton cannot be used, and was requested or is needed for the norm.
     """
     if not gradients:
         return
     device = gradients[0].device
-    choice = backend(device)
-    if choice.backend is Backend.TORCH:
-        if sums is not None:
-            raise RuntimeError(
-                f"superadam.gpu.pack_gradients needs Triton to take the norm, but {choice.reason}; mend that, or let "
-                "the CPU take it once the gradients have arrived there"
-            )
+    if sums is None and obstacle(device) is not None:
         for gradient, place in zip(gradients, offsets, strict=True):
             destination[place : place + gradient.numel()].copy_(in_memory_order(gradient), non_blocking=True)
         return

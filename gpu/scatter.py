@@ -21,8 +21,7 @@ from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.torch_private import is_short_of_memory
 
 from .casts import VECTOR_BYTES, pointer
-from .choice import Backend, backend
-from .language import AS_WRITTEN, jit, on, tl
+from .language import AS_WRITTEN, jit, obstacle, on, tl
 from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
 
 BLOCK = 4096
@@ -84,9 +83,6 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None
             pinned host memory, which the kernel then reads directly.
         tensors: dense, of float32, bfloat16, float16 or float64, on one device. They do not overlap. Elements of both
             count in the order of memory.
-
-    Raises:
-        RuntimeError: Triton was requested and cannot be used.
     """
     if not tensors:
         return
@@ -104,7 +100,7 @@ def _copy(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     device = tensors[0].device
-    if backend(device).backend is Backend.TORCH:
+    if obstacle(device) is not None:
         _copy(sources, tensors)
         return
     with on(device):

@@ -54,7 +54,7 @@ class CudaDevice(Device):
                 self.device,
             )
         self.is_capturing = self._cuda.is_current_stream_capturing
-        self.can_update = self._gpu.backend(self.device).backend is not gpu.Backend.TORCH
+        self.can_update = self._gpu.obstacle(self.device) is None
         self._host: Host = host or Host()
         self._cpus = cores.share(self._host, _pci_address(properties))
         self.pinned = PinnedMemory(CudaRegistrar(self.device, self._cuda))

@@ -122,12 +122,6 @@ def test_no_elements_are_allowed():
     gpu.update([ResidentStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(USUAL, 1)])
 
 
-def test_without_triton_the_update_is_refused(monkeypatch):
-    monkeypatch.setenv("SUPERADAM_GPU", "torch")
-    with pytest.raises(RuntimeError, match=r"superadam\.gpu\.update needs Triton.*SUPERADAM_GPU=torch asks for it"):
-        gpu.update([ResidentStep(*[torch.ones(10)] * 6, 0)], [Coefficients.at_step(USUAL, 1)])
-
-
 @needs_triton
 @pytest.mark.parametrize(("length", "amsgrad"), [(65, False), (64, True)])
 def test_8bit_moments_that_the_cpu_refuses_are_refused(length, amsgrad):

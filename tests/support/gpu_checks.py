@@ -13,7 +13,6 @@ from support.kernel_arrays import STORAGE, Job, Segment, differing, differing_st
 from support.strategies import Magnitudes, random_array
 
 from superadam import gpu
-from superadam.gpu import Backend, backend
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.native import Dtype, Format, Pass
@@ -114,7 +113,7 @@ def check_pack(
     got_sums = Placed(np.full(len(sums) + 1, -1.0), torch.float64)
     got_nonfinite = Placed(np.full(len(sums) + 1, -1, np.int64), torch.int64)
     if with_norm is None:
-        with_norm = backend(DEVICE).backend is not Backend.TORCH
+        with_norm = gpu.obstacle(DEVICE) is None
     norm = (got_sums.tensor, got_nonfinite.tensor) if with_norm else ()
     with np.errstate(all="ignore"):
         gpu.pack_gradients([one.tensor for one in gradients], places, destination.tensor, *norm)

@@ -28,7 +28,6 @@ import torch
 from support.kernel_arrays import FORMATS
 
 from superadam import gpu
-from superadam.gpu.choice import Backend, Choice
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import CHUNK, Flag, Format, chunk_count
@@ -150,11 +149,10 @@ def noted_launches() -> Iterator[list[Launch]]:
                 Launch(self._name, self._kernel, grid, arguments, constants)
             )
 
-    choice = Choice(Backend.TRITON, "a test asks for it")
     with contextlib.ExitStack() as stack:
         for name, module in KERNELS.items():
             stack.enter_context(mock.patch.object(module, name, Noted(name, getattr(module, name))))
-            stack.enter_context(mock.patch.object(module, "backend", return_value=choice))
+            stack.enter_context(mock.patch.object(module, "obstacle", return_value=None, create=True))
         yield launches
 
 
