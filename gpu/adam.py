@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Flag, Format
@@ -113,35 +112,13 @@ def adam_formula(k, g, m, v, vmax, p, FLAGS: tl.constexpr):
 
 
 @jit()
-def scalar(sets, index, FIELD: tl.constexpr, REAL: tl.constexpr):
-    """Return one scalar of coefficient set `index`; sets are rows of float64 that hold values of the type REAL."""
-    value = tl.load(sets + index * SCALARS + FIELD)
-    if REAL == FLOAT64:
-        return value
-    else:
-        return value.to(tl.float32)
-
-
-@jit()
 def scalars(sets, index, REAL: tl.constexpr):
-    """Return coefficient set `index`, in the order of `Coefficients.row`."""
-    return (
-        scalar(sets, index, 0, REAL),
-        scalar(sets, index, 1, REAL),
-        scalar(sets, index, 2, REAL),
-        scalar(sets, index, 3, REAL),
-        scalar(sets, index, 4, REAL),
-        scalar(sets, index, 5, REAL),
-        scalar(sets, index, 6, REAL),
-        scalar(sets, index, 7, REAL),
-        scalar(sets, index, 8, REAL),
-    )
-
-
-@jit()
-def turn_of(sets, index):
-    """Return the turn of coefficient set `index`, as uint32."""
-    return tl.load(sets + index * SCALARS + 9).to(tl.int64, bitcast=True).to(tl.uint32)
+    """Return coefficient set `index`, in the order of `Coefficients.row`; sets are rows of float64 that hold REAL."""
+    found = ()
+    for field in tl.static_range(SCALARS - 1):
+        value = tl.load(sets + index * SCALARS + field)
+        found += (value if REAL == FLOAT64 else value.to(tl.float32),)  # type: ignore[assignment]
+    return found
 
 
 @jit()
@@ -199,7 +176,7 @@ def update_block(
     k = scalars(sets, number, REAL)
     p, m, v, vmax = adam_formula(k, widen(g, GRADIENT), m, v, vmax, p, FLAGS)
     if FORMAT:
-        turn = turn_of(sets, number)
+        turn = tl.load(sets + number * SCALARS + SCALARS - 1).to(tl.int64, bitcast=True).to(tl.uint32)
         position = index + entry(table, tensors, 12, tensor).to(tl.int32)  # more or less a multiple of 64
     if MASTER_24BIT & FORMAT:
         p = round_24bit(p, turn, position)  # the working copy follows what is stored
@@ -268,11 +245,8 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
 
     Args:
         steps: of distinct parameters; float32 state, perhaps in fewer bits, with gradients and parameters of float32,
-            bfloat16 and float16, or everything float64.
+            bfloat16 and float16, or everything float64; 8-bit moments are of whole blocks, without amsgrad.
         sets: the scalars that steps index, computed in double precision for float64 state.
-
-    Raises:
-        ValueError: 8-bit moments of part of a block, or with amsgrad.
     """
     if not steps:
         return
@@ -281,8 +255,6 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
     for step in steps:
         real = Dtype.FLOAT64 if step.master.dtype == torch.float64 else Dtype.FLOAT32
         form, flags = step.format, sets[step.coefficients].flags
-        if Format.MOMENTS_8BIT in form:
-            _check_8bit(step, flags)
         variant = (real, form, DTYPES[step.gradient.dtype], DTYPES[step.parameter.dtype], flags)
         alike.setdefault(variant, []).append(step)
     with on(device):
@@ -319,20 +291,6 @@ def _table_of(sets: Sequence[Coefficients]) -> npt.NDArray[np.float64]:
     table = np.array([(*k.row()[:9], 0.0) for k in sets], np.float64)
     table[:, 9].view(np.int64)[:] = [k.turn for k in sets]
     return table.reshape(-1)
-
-
-def _check_8bit(step: ResidentStep, flags: Flag) -> None:
-    """Refuse what the CPU kernels refuse of 8-bit moments."""
-    if step.master.numel() % native.BLOCK:
-        raise ValueError(
-            f"superadam.gpu.update got {step.master.numel()} elements with 8-bit moments, expected a multiple of 64; "
-            "pad the state to whole blocks"
-        )
-    if Flag.AMSGRAD in flags:
-        raise ValueError(
-            "superadam.gpu.update got amsgrad with 8-bit moments, expected moments in fp32 or bf16, which have a "
-            "max_exp_avg_sq; store them so"
-        )
 
 
 def _arrays_of(step: ResidentStep) -> tuple[Tensor | None, ...]:
