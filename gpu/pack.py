@@ -149,11 +149,10 @@ def pack_gradients(
     Args:
         gradients: dense, on one device, of one dtype; they count as their elements in the order of memory.
         offsets: first element of each in `destination`.
-        destination: 1-D, contiguous, on the device or in pinned host memory, which the kernel then writes directly.
-            float32 widens exactly; bfloat16 and float16 round other dtypes to nearest even; float64 gradients, and only
-            they, take a float64 buffer.
-        sums: float64, 1-D, on the device or pinned: receives the sum of squares of the converted elements of each chunk
-            of 4096 elements of a gradient, in the order of `gradients`. None for no norm.
+        destination: 1-D, contiguous, on the device. float32 widens exactly; bfloat16 and float16 round other dtypes to
+            nearest even; float64 gradients, and only they, take a float64 buffer.
+        sums: float64, 1-D, on the device: receives the sum of squares of the converted elements of each chunk of 4096
+            elements of a gradient, in the order of `gradients`. None for no norm.
         nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
     """
     if not gradients:

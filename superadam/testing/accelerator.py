@@ -339,9 +339,6 @@ class SimulatedAccelerator:
     def obstacle(self, device: object) -> None:
         return None
 
-    def reaches(self, host: Tensor, device: object) -> bool:
-        return self.is_pinned(host)
-
     def pack_gradients(
         self,
         gradients: Sequence[Tensor],
