@@ -158,21 +158,21 @@ def update_block(
     m = widen(tl.load(at_m, mask), moments)
     v = widen(tl.load(at_v, mask), moments)
     if MASTER_24BIT & FORMAT:
-        at_low = elements(table, tensors, 9, tensor, begin, BYTES, IS_ALIGNED) + index
+        at_low = elements(table, tensors, 8, tensor, begin, BYTES, IS_ALIGNED) + index
         p = join_24bit(p, tl.load(at_low, mask))
     if MOMENTS_8BIT & FORMAT:
         block = tl.arange(0, BLOCK // STATE_BLOCK)
         has_block = block < rest // STATE_BLOCK if IS_PARTIAL else None
         first = begin // STATE_BLOCK
-        at_m_exponents = elements(table, tensors, 10, tensor, first, BYTES, IS_ALIGNED) + block
-        at_v_exponents = elements(table, tensors, 11, tensor, first, BYTES, IS_ALIGNED) + block
+        at_m_exponents = elements(table, tensors, 9, tensor, first, BYTES, IS_ALIGNED) + block
+        at_v_exponents = elements(table, tensors, 10, tensor, first, BYTES, IS_ALIGNED) + block
         m = decode_8bit(m, tl.load(at_m_exponents, has_block), EXP_AVG_MANTISSA, True)
         v = decode_8bit(v, tl.load(at_v_exponents, has_block), EXP_AVG_SQ_MANTISSA, False)
     vmax = v
     if AMSGRAD & FLAGS:
         vmax = widen(tl.load(at_vmax, mask), moments)
     g = tl.load(elements(table, tensors, 6, tensor, begin, GRADIENT, IS_ALIGNED) + index, mask)
-    number = entry(table, tensors, 8, tensor)
+    number = entry(table, tensors, 11, tensor)
     k = scalars(sets, number, REAL)
     p, m, v, vmax = adam_formula(k, widen(g, GRADIENT), m, v, vmax, p, FLAGS)
     if FORMAT:
@@ -219,8 +219,8 @@ def adam_kernel(
 ):
     """Update one block.
 
-    Further rows of the table: addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient and parameter; the
-    index of the coefficient set; addresses of master_low, exp_avg_exponents, exp_avg_sq_exponents; the first threshold.
+    Further rows of the table: addresses in the order of `_arrays_of`, the index of the coefficient set, and the first
+    threshold.
     """
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
@@ -262,17 +262,15 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         launches = []
         for variant, some in alike.items():  # memory for all tables, before anything is written
             addresses = np.stack([addresses_of(arrays) for arrays in zip(*map(_arrays_of, some), strict=True)])
-            indices, firsts = [[step.coefficients for step in some]], [[step.first_threshold for step in some]]
-            rows = np.concatenate([addresses[:6], indices, addresses[6:], firsts])
-            table = make_table([step.master for step in some], BLOCK, rows, device)
-            launches.append((variant, table, not np.any(addresses % VECTOR_BYTES)))
-        for (real, form, gradient, out, flags), table, is_aligned in launches:
-            if table.blocks == 0:
+            numbers = [[step.coefficients for step in some], [step.first_threshold for step in some]]
+            rows = np.concatenate([addresses, numbers])
+            blocks, table = make_table([step.master for step in some], BLOCK, rows, device)
+            launches.append((variant, blocks, table, not np.any(addresses % VECTOR_BYTES)))
+        for (real, form, gradient, out, flags), blocks, table, is_aligned in launches:
+            if blocks == 0:
                 continue
-            adam_kernel[(table.blocks,)](
-                table.entries,
-                table.tensors,
-                table.steps,
+            adam_kernel[(blocks,)](
+                *table,
                 table_of_sets,
                 REAL=int(real),
                 FORMAT=int(form),

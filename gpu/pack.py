@@ -166,14 +166,12 @@ def pack_gradients(
     base, size = destination.data_ptr(), destination.element_size()
     begins, places = addresses_of(gradients), np.array(offsets, np.int64)
     with on(device):
-        table = make_table(gradients, CHUNK, np.stack([begins, places]), device)
-        if table.blocks == 0:
+        chunks, table = make_table(gradients, CHUNK, np.stack([begins, places]), device)
+        if chunks == 0:
             return
-        pack_kernel[(-(-table.blocks // CHUNKS_PER_PROGRAM),)](
-            table.entries,
-            table.tensors,
-            table.steps,
-            table.blocks,
+        pack_kernel[(-(-chunks // CHUNKS_PER_PROGRAM),)](
+            *table,
+            chunks,
             base,
             0 if sums is None else sums.data_ptr(),
             0 if nonfinite is None else nonfinite.data_ptr(),

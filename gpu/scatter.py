@@ -75,13 +75,11 @@ def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             pairs = [pair for pair in zip(tensors, sources, strict=True) if pair[0].dtype == dtype]
             targets, origins = zip(*pairs, strict=True)
             rows = np.stack([addresses_of(targets), addresses_of(origins)])
-            table = make_table(targets, BLOCK, rows, device)
-            if table.blocks == 0:
+            blocks, table = make_table(targets, BLOCK, rows, device)
+            if blocks == 0:
                 continue
-            scatter_kernel[(table.blocks,)](
-                table.entries,
-                table.tensors,
-                table.steps,
+            scatter_kernel[(blocks,)](
+                *table,
                 DTYPE=int(DTYPES[dtype]),
                 BYTES=dtype.itemsize,
                 IS_ALIGNED=not np.any(rows % VECTOR_BYTES),
