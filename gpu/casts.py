@@ -25,7 +25,7 @@ VECTOR_BYTES = 16
 
 @jit()
 def pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return an address (int64), or a row of them, as pointers to elements; if IS_ALIGNED, multiples of VECTOR_BYTES."""
+    """Return one address (int64), or a row of them, as pointers to elements; IS_ALIGNED promises whole vectors."""
     if DTYPE == FLOAT64:
         result = address.to(tl.pointer_type(tl.float64))
     elif DTYPE == FLOAT32:
