@@ -5,8 +5,8 @@ checks its arguments: `CudaDevice`, the caller, passes only what has been checke
 """
 
 from .adam import update
-from .choice import Backend, backend
+from .language import obstacle
 from .pack import pack_gradients
-from .scatter import reaches, scatter_values
+from .scatter import scatter_values
 
-__all__ = ["Backend", "backend", "pack_gradients", "reaches", "scatter_values", "update"]
+__all__ = ["obstacle", "pack_gradients", "scatter_values", "update"]

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Flag, Format
@@ -40,7 +39,6 @@ from .casts import (
     split_24bit,
     widen,
 )
-from .choice import Backend, backend
 from .language import AS_WRITTEN, constant, jit, on, tl, warp_size
 from .tables import addresses_of, entry, find_tensor, make_table, upload
 
@@ -114,35 +112,13 @@ def adam_formula(k, g, m, v, vmax, p, FLAGS: tl.constexpr):
 
 
 @jit()
-def scalar(sets, index, FIELD: tl.constexpr, REAL: tl.constexpr):
-    """Return one scalar of coefficient set `index`; sets are rows of float64 that hold values of the type REAL."""
-    value = tl.load(sets + index * SCALARS + FIELD)
-    if REAL == FLOAT64:
-        return value
-    else:
-        return value.to(tl.float32)
-
-
-@jit()
 def scalars(sets, index, REAL: tl.constexpr):
-    """Return coefficient set `index`, in the order of `Coefficients.row`."""
-    return (
-        scalar(sets, index, 0, REAL),
-        scalar(sets, index, 1, REAL),
-        scalar(sets, index, 2, REAL),
-        scalar(sets, index, 3, REAL),
-        scalar(sets, index, 4, REAL),
-        scalar(sets, index, 5, REAL),
-        scalar(sets, index, 6, REAL),
-        scalar(sets, index, 7, REAL),
-        scalar(sets, index, 8, REAL),
-    )
-
-
-@jit()
-def turn_of(sets, index):
-    """Return the turn of coefficient set `index`, as uint32."""
-    return tl.load(sets + index * SCALARS + 9).to(tl.int64, bitcast=True).to(tl.uint32)
+    """Return coefficient set `index`, in the order of `Coefficients.row`; sets are rows of float64 that hold REAL."""
+    found = ()
+    for field in tl.static_range(SCALARS - 1):
+        value = tl.load(sets + index * SCALARS + field)
+        found += (value if REAL == FLOAT64 else value.to(tl.float32),)  # type: ignore[assignment]
+    return found
 
 
 @jit()
@@ -182,25 +158,25 @@ def update_block(
     m = widen(tl.load(at_m, mask), moments)
     v = widen(tl.load(at_v, mask), moments)
     if MASTER_24BIT & FORMAT:
-        at_low = elements(table, tensors, 9, tensor, begin, BYTES, IS_ALIGNED) + index
+        at_low = elements(table, tensors, 8, tensor, begin, BYTES, IS_ALIGNED) + index
         p = join_24bit(p, tl.load(at_low, mask))
     if MOMENTS_8BIT & FORMAT:
         block = tl.arange(0, BLOCK // STATE_BLOCK)
         has_block = block < rest // STATE_BLOCK if IS_PARTIAL else None
         first = begin // STATE_BLOCK
-        at_m_exponents = elements(table, tensors, 10, tensor, first, BYTES, IS_ALIGNED) + block
-        at_v_exponents = elements(table, tensors, 11, tensor, first, BYTES, IS_ALIGNED) + block
+        at_m_exponents = elements(table, tensors, 9, tensor, first, BYTES, IS_ALIGNED) + block
+        at_v_exponents = elements(table, tensors, 10, tensor, first, BYTES, IS_ALIGNED) + block
         m = decode_8bit(m, tl.load(at_m_exponents, has_block), EXP_AVG_MANTISSA, True)
         v = decode_8bit(v, tl.load(at_v_exponents, has_block), EXP_AVG_SQ_MANTISSA, False)
     vmax = v
     if AMSGRAD & FLAGS:
         vmax = widen(tl.load(at_vmax, mask), moments)
     g = tl.load(elements(table, tensors, 6, tensor, begin, GRADIENT, IS_ALIGNED) + index, mask)
-    number = entry(table, tensors, 8, tensor)
+    number = entry(table, tensors, 11, tensor)
     k = scalars(sets, number, REAL)
     p, m, v, vmax = adam_formula(k, widen(g, GRADIENT), m, v, vmax, p, FLAGS)
     if FORMAT:
-        turn = turn_of(sets, number)
+        turn = tl.load(sets + number * SCALARS + SCALARS - 1).to(tl.int64, bitcast=True).to(tl.uint32)
         position = index + entry(table, tensors, 12, tensor).to(tl.int32)  # more or less a multiple of 64
     if MASTER_24BIT & FORMAT:
         p = round_24bit(p, turn, position)  # the working copy follows what is stored
@@ -243,8 +219,8 @@ def adam_kernel(
 ):
     """Update one block.
 
-    Further rows of the table: addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient and parameter; the
-    index of the coefficient set; addresses of master_low, exp_avg_exponents, exp_avg_sq_exponents; the first threshold.
+    Further rows of the table: addresses in the order of `_arrays_of`, the index of the coefficient set, and the first
+    threshold.
     """
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
@@ -264,32 +240,21 @@ def adam_kernel(
 def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
     """Run the steps of many parameters on one GPU, on the current stream: write their state and their working copies.
 
-    Steps with the same dtypes, formats and flags take one launch. Nothing is written if it raises.
+    Needs Triton, as plain torch has no exact form of the formula. Steps with the same dtypes, formats and flags take
+    one launch. Nothing is written if it raises.
 
     Args:
         steps: of distinct parameters; float32 state, perhaps in fewer bits, with gradients and parameters of float32,
-            bfloat16 and float16, or everything float64.
+            bfloat16 and float16, or everything float64; 8-bit moments are of whole blocks, without amsgrad.
         sets: the scalars that steps index, computed in double precision for float64 state.
-
-    Raises:
-        RuntimeError: Triton cannot be used on the device.
-        ValueError: 8-bit moments of part of a block, or with amsgrad.
     """
     if not steps:
         return
     device = steps[0].master.device
-    choice = backend(device)
-    if choice.backend is Backend.TORCH:
-        raise RuntimeError(
-            f"superadam.gpu.update needs Triton, as plain torch has no exact form of the formula, but {choice.reason}; "
-            "mend that, or keep this state on the CPU"
-        )
     alike: dict[tuple[Dtype, Format, Dtype, Dtype, Flag], list[ResidentStep]] = {}
     for step in steps:
         real = Dtype.FLOAT64 if step.master.dtype == torch.float64 else Dtype.FLOAT32
         form, flags = step.format, sets[step.coefficients].flags
-        if Format.MOMENTS_8BIT in form:
-            _check_8bit(step, flags)
         variant = (real, form, DTYPES[step.gradient.dtype], DTYPES[step.parameter.dtype], flags)
         alike.setdefault(variant, []).append(step)
     with on(device):
@@ -297,17 +262,15 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         launches = []
         for variant, some in alike.items():  # memory for all tables, before anything is written
             addresses = np.stack([addresses_of(arrays) for arrays in zip(*map(_arrays_of, some), strict=True)])
-            indices, firsts = [[step.coefficients for step in some]], [[step.first_threshold for step in some]]
-            rows = np.concatenate([addresses[:6], indices, addresses[6:], firsts])
-            table = make_table([step.master for step in some], BLOCK, rows, device)
-            launches.append((variant, table, not np.any(addresses % VECTOR_BYTES)))
-        for (real, form, gradient, out, flags), table, is_aligned in launches:
-            if table.blocks == 0:
+            numbers = [[step.coefficients for step in some], [step.first_threshold for step in some]]
+            rows = np.concatenate([addresses, numbers])
+            blocks, table = make_table([step.master for step in some], BLOCK, rows, device)
+            launches.append((variant, blocks, table, not np.any(addresses % VECTOR_BYTES)))
+        for (real, form, gradient, out, flags), blocks, table, is_aligned in launches:
+            if blocks == 0:
                 continue
-            adam_kernel[(table.blocks,)](
-                table.entries,
-                table.tensors,
-                table.steps,
+            adam_kernel[(blocks,)](
+                *table,
                 table_of_sets,
                 REAL=int(real),
                 FORMAT=int(form),
@@ -326,20 +289,6 @@ def _table_of(sets: Sequence[Coefficients]) -> npt.NDArray[np.float64]:
     table = np.array([(*k.row()[:9], 0.0) for k in sets], np.float64)
     table[:, 9].view(np.int64)[:] = [k.turn for k in sets]
     return table.reshape(-1)
-
-
-def _check_8bit(step: ResidentStep, flags: Flag) -> None:
-    """Refuse what the CPU kernels refuse of 8-bit moments."""
-    if step.master.numel() % native.BLOCK:
-        raise ValueError(
-            f"superadam.gpu.update got {step.master.numel()} elements with 8-bit moments, expected a multiple of 64; "
-            "pad the state to whole blocks"
-        )
-    if Flag.AMSGRAD in flags:
-        raise ValueError(
-            "superadam.gpu.update got amsgrad with 8-bit moments, expected moments in fp32 or bf16, which have a "
-            "max_exp_avg_sq; store them so"
-        )
 
 
 def _arrays_of(step: ResidentStep) -> tuple[Tensor | None, ...]:

@@ -25,7 +25,7 @@ VECTOR_BYTES = 16
 
 @jit()
 def pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return addresses (int64) as pointers to elements; IS_ALIGNED promises multiples of VECTOR_BYTES."""
+    """Return one address (int64), or a row of them, as pointers to elements; IS_ALIGNED promises whole vectors."""
     if DTYPE == FLOAT64:
         result = address.to(tl.pointer_type(tl.float64))
     elif DTYPE == FLOAT32:
@@ -35,12 +35,7 @@ def pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
     else:
         result = address.to(tl.pointer_type(tl.uint16))
     if IS_ALIGNED:
-        if len(address.shape) == 2:
-            result = tl.multiple_of(result, [16, 16])
-        elif len(address.shape) == 1:
-            result = tl.multiple_of(result, [16])
-        else:
-            result = tl.multiple_of(result, 16)
+        result = tl.multiple_of(result, 16)
     return result
 
 

@@ -1,17 +1,25 @@
-"""Imports Triton, or records why it cannot be used.
+"""Triton, or why its kernels cannot run.
 
-Without Triton, `jit` leaves functions as they are, so that modules with kernels can be imported all the same;
-`choice.py` decides whether their kernels are launched.
+Without it, `jit` leaves functions as they are, so that modules with kernels can be imported all the same; plain torch
+then packs and scatters. Results have the same bits, in many launches instead of one.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from superadam.host.signals import THIS_THREAD
+
+VARIABLE = "SUPERADAM_GPU"
+"""Environment variable that asks for plain torch where it is "torch"."""
 
 OLDEST = (3, 6)
 """The oldest Triton that is used: before it, `div_rn` and `sqrt_rn` flush denormals on NVIDIA's GPUs."""
@@ -29,6 +37,9 @@ MISSING: str | None = None
 
 IS_INTERPRETED = False
 """Whether kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1 was set at import."""
+
+_logger = logging.getLogger("superadam")
+_told: set[str] = set()
 
 try:
     import triton  # type: ignore[no-redef]
@@ -56,7 +67,7 @@ def constant(value: int) -> Any:
 
 @jit()
 def probe() -> None:
-    """Show what `jit` returns."""
+    """Show what `jit` returns, and that a kernel can be launched."""
 
 
 if MISSING is None:
@@ -73,3 +84,45 @@ def warp_size() -> int:
     if MISSING is not None or IS_INTERPRETED:
         return 32
     return int(triton.runtime.driver.active.get_current_target().warp_size)
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Return why kernels do not run on tensors of a device; None where they do.
+
+    Logs one warning for each reason on a GPU, unless torch was asked for. Raises ValueError where `SUPERADAM_GPU` holds
+    an unknown name.
+    """
+    request = os.environ.get(VARIABLE, "")
+    if request not in ("", "torch"):
+        raise ValueError(f"{VARIABLE} is {request!r}, expected 'torch'; unset it to let superadam choose")
+    if request:
+        return f"{VARIABLE}=torch asks for plain torch"
+    reason = MISSING
+    if reason is None and IS_INTERPRETED is not (device.type == "cpu"):
+        which = "kernels in Triton's interpreter (TRITON_INTERPRET)" if IS_INTERPRETED else "Triton's compiled kernels"
+        reason = f"{which} do not reach memory of {device}"
+    if reason is None and device.type != "cpu":
+        reason = _obstacle_on(device)
+    if reason is not None and device.type != "cpu" and reason not in _told:
+        _told.add(reason)
+        _logger.warning(
+            "superadam packs and scatters with plain torch on %s, which gives the same bits in many launches, not one, "
+            "and keeps no bucket there: %s; mend that, or set %s=torch to accept this silently",
+            device,
+            reason,
+            VARIABLE,
+        )
+    return reason
+
+
+@functools.cache
+def _obstacle_on(device: torch.device) -> str | None:
+    """Return why no kernel can be compiled and launched on a GPU; tries it once, before training depends on it."""
+    with THIS_THREAD.without_handlers:
+        try:
+            with on(device):
+                probe[(1,)]()
+        except Exception as error:  # there may be no C compiler, no Python.h, no driver
+            lines = str(error).strip().splitlines()
+            return f"Triton cannot launch a kernel ({type(error).__name__}: {lines[0] if lines else 'no reason given'})"
+    return None

@@ -21,31 +21,17 @@ from torch import Tensor
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.native import CHUNK
 
-from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
-from .choice import Backend, backend
-from .language import AS_WRITTEN, constant, jit, on, tl
+from .casts import FLOAT64, VECTOR_BYTES, narrow, pointer, widen
+from .language import AS_WRITTEN, constant, jit, obstacle, on, tl
 from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
-
-MIXED = constant(0)
-"""Instead of a dtype: gradients of several."""
 
 LENGTH = constant(CHUNK)
 LANES = constant(16)
 ROWS_AHEAD = constant(16)
-"""Half as many where dtypes are mixed, or converted with sums: registers would not hold more."""
+"""Half as many where gradients are converted, with sums: registers would not hold more."""
 
 CHUNKS_PER_PROGRAM = 8
 """So that each of 32 threads holds four lanes; of 64 threads, on AMD's GPUs, each holds two, and loads half as much."""
-
-
-@jit()
-def load_mixed(address, dtype, index, mask, IS_ALIGNED: tl.constexpr):
-    """Return gradients, each of its own `dtype`, as float32."""
-    float32 = tl.load(pointer(address, FLOAT32, IS_ALIGNED) + index, (dtype == FLOAT32) & mask, other=0)
-    bfloat16 = tl.load(pointer(address, BFLOAT16, IS_ALIGNED) + index, (dtype == BFLOAT16) & mask, other=0)
-    float16 = tl.load(pointer(address, FLOAT16, IS_ALIGNED) + index, (dtype == FLOAT16) & mask, other=0)
-    halves = tl.where(dtype == BFLOAT16, widen(bfloat16, BFLOAT16), widen(float16, FLOAT16))
-    return tl.where(dtype == FLOAT32, float32, halves)
 
 
 @jit()
@@ -65,7 +51,6 @@ def lanes_total(lanes, CHUNKS: tl.constexpr):
 @jit()
 def pack_chunks(
     source,
-    dtype,
     target,
     rest,
     IS_PARTIAL: tl.constexpr,
@@ -80,18 +65,13 @@ def pack_chunks(
     lanes = tl.zeros([CHUNKS, LANES], tl.float64)
     nonfinite = tl.zeros([CHUNKS, LANES], tl.int32)
     rows = (tl.max(rest) + LANES - 1) // LANES if IS_PARTIAL else LENGTH // LANES
-    is_large: tl.constexpr = SOURCE == MIXED or (HAS_SUMS and SOURCE != LINK)
+    is_large: tl.constexpr = HAS_SUMS and SOURCE != LINK
     ahead: tl.constexpr = ROWS_AHEAD // 2 if is_large else ROWS_AHEAD
     for first in range(0, rows, ahead):
         block = ()
         for row in tl.static_range(ahead):
             index = (first + row) * LANES + lane
-            if SOURCE == MIXED:
-                stored = load_mixed(source, dtype, index, index < rest if IS_PARTIAL else True, IS_ALIGNED)
-            elif IS_PARTIAL:
-                stored = tl.load(source + index, index < rest, other=0)
-            else:
-                stored = tl.load(source + index)
+            stored = tl.load(source + index, index < rest, other=0) if IS_PARTIAL else tl.load(source + index)
             block += (stored,)  # type: ignore[assignment]
         for row in tl.static_range(ahead):
             index = (first + row) * LANES + lane
@@ -100,10 +80,7 @@ def pack_chunks(
             if SOURCE != LINK:
                 stored = narrow(value, LINK)
                 value = widen(stored, LINK)
-            if IS_PARTIAL:
-                tl.store(target + index, stored, index < rest)
-            else:
-                tl.store(target + index, stored)
+            tl.store(target + index, stored, index < rest if IS_PARTIAL else None)
             if HAS_SUMS:
                 if LINK == FLOAT64:
                     exponent = value.to(tl.int64, bitcast=True) >> 52 & 0x7FF
@@ -134,7 +111,7 @@ def pack_kernel(
 ):
     """Pack CHUNKS of all `chunks`.
 
-    Further rows of the table: address, dtype, offset in `destination`. `destination`, `sums` (float64) and `counts`
+    Further rows of the table: address, offset in `destination`. `destination`, `sums` (float64) and `counts`
     (int64), the latter two with an entry for each chunk, are addresses.
     """
     number = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
@@ -143,20 +120,14 @@ def pack_kernel(
     tensor = find_tensor(table, tensors, steps, number)
     begin = (number - entry(table, tensors, 0, tensor)) * LENGTH
     rest = tl.where(exists, tl.minimum(entry(table, tensors, 1, tensor) - begin, LENGTH), 0)
-    dtype = entry(table, tensors, 3, tensor)
-    source = entry(table, tensors, 2, tensor)
-    if SOURCE == MIXED:
-        source += begin * tl.where(dtype == FLOAT32, 4, 2)
-    else:
-        source = pointer(source, SOURCE, IS_ALIGNED) + begin
-    target = destination + (entry(table, tensors, 4, tensor) + begin) * LINK_BYTES
-    source, dtype, target = source[:, None], dtype[:, None], pointer(target, LINK, IS_ALIGNED)[:, None]
-    rest = rest[:, None]
+    source = (pointer(entry(table, tensors, 2, tensor), SOURCE, IS_ALIGNED) + begin)[:, None]
+    target = destination + (entry(table, tensors, 3, tensor) + begin) * LINK_BYTES
+    target, rest = pointer(target, LINK, IS_ALIGNED)[:, None], rest[:, None]
     # Without masks loads can be as wide as the addresses allow. The branches differ in nothing else.
     if tl.min(rest) == LENGTH:
-        lanes, nonfinite = pack_chunks(source, dtype, target, rest, False, SOURCE, LINK, HAS_SUMS, IS_ALIGNED, CHUNKS)
+        lanes, nonfinite = pack_chunks(source, target, rest, False, SOURCE, LINK, HAS_SUMS, IS_ALIGNED, CHUNKS)
     else:
-        lanes, nonfinite = pack_chunks(source, dtype, target, rest, True, SOURCE, LINK, HAS_SUMS, IS_ALIGNED, CHUNKS)
+        lanes, nonfinite = pack_chunks(source, target, rest, True, SOURCE, LINK, HAS_SUMS, IS_ALIGNED, CHUNKS)
     if HAS_SUMS:
         tl.store(sums.to(tl.pointer_type(tl.float64)) + number, lanes_total(lanes, CHUNKS), exists)
         tl.store(counts.to(tl.pointer_type(tl.int64)) + number, tl.sum(nonfinite, axis=1).to(tl.int64), exists)
@@ -172,52 +143,39 @@ def pack_gradients(
     """Copy gradients into one flat buffer, converted to its dtype, and compute their norm as they arrive there.
 
     Enqueued to the current stream; memory from outside torch's allocator must be kept until that has run. One launch
-    for any number of gradients, or without Triton one for each, with the same bits. Gaps in the buffer keep their bits.
+    for any number of gradients, or without Triton, which norms need, one for each, with the same bits. Gaps in the
+    buffer keep their bits.
 
     Args:
-        gradients: dense, on one device, of float32, bfloat16 and float16 in any mixture, or all of float64; they count
-            as their elements in the order of memory.
+        gradients: dense, on one device, of one dtype; they count as their elements in the order of memory.
         offsets: first element of each in `destination`.
-        destination: 1-D, contiguous, on the device or in pinned host memory, which the kernel then writes directly.
-            float32 widens exactly; bfloat16 and float16 round other dtypes to nearest even; float64 gradients, and only
-            they, take a float64 buffer.
-        sums: float64, 1-D, on the device or pinned: receives the sum of squares of the converted elements of each chunk
-            of 4096 elements of a gradient, in the order of `gradients`. None for no norm.
+        destination: 1-D, contiguous, on the device. float32 widens exactly; bfloat16 and float16 round other dtypes to
+            nearest even; float64 gradients, and only they, take a float64 buffer.
+        sums: float64, 1-D, on the device: receives the sum of squares of the converted elements of each chunk of 4096
+            elements of a gradient, in the order of `gradients`. None for no norm.
         nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
-
-    Raises:
-        RuntimeError: Triton cannot be used, and was requested or is needed for the norm.
     """
     if not gradients:
         return
     device = gradients[0].device
-    choice = backend(device)
-    if choice.backend is Backend.TORCH:
-        if sums is not None:
-            raise RuntimeError(
-                f"superadam.gpu.pack_gradients needs Triton to take the norm, but {choice.reason}; mend that, or let "
-                "the CPU take it once the gradients have arrived there"
-            )
+    if sums is None and obstacle(device) is not None:
         for gradient, place in zip(gradients, offsets, strict=True):
             destination[place : place + gradient.numel()].copy_(in_memory_order(gradient), non_blocking=True)
         return
 
     base, size = destination.data_ptr(), destination.element_size()
     begins, places = addresses_of(gradients), np.array(offsets, np.int64)
-    dtypes = np.array([DTYPES[gradient.dtype] for gradient in gradients], np.int64)
     with on(device):
-        table = make_table(gradients, CHUNK, np.stack([begins, dtypes, places]), device)
-        if table.blocks == 0:
+        chunks, table = make_table(gradients, CHUNK, np.stack([begins, places]), device)
+        if chunks == 0:
             return
-        pack_kernel[(-(-table.blocks // CHUNKS_PER_PROGRAM),)](
-            table.entries,
-            table.tensors,
-            table.steps,
-            table.blocks,
+        pack_kernel[(-(-chunks // CHUNKS_PER_PROGRAM),)](
+            *table,
+            chunks,
             base,
             0 if sums is None else sums.data_ptr(),
             0 if nonfinite is None else nonfinite.data_ptr(),
-            SOURCE=0 if np.any(dtypes != dtypes[0]) else int(dtypes[0]),
+            SOURCE=int(DTYPES[gradients[0].dtype]),
             LINK=int(DTYPES[destination.dtype]),
             LINK_BYTES=size,
             HAS_SUMS=sums is not None,

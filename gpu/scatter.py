@@ -5,15 +5,9 @@ It converts nothing and should be bound by memory; it has not been measured.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from superadam.kernels.copies import copy_each
@@ -21,8 +15,7 @@ from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.torch_private import is_short_of_memory
 
 from .casts import VECTOR_BYTES, pointer
-from .choice import Backend, backend
-from .language import AS_WRITTEN, jit, on, tl
+from .language import AS_WRITTEN, jit, obstacle, on, tl
 from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
 
 BLOCK = 4096
@@ -47,32 +40,6 @@ def scatter_kernel(
         tl.store(target + index, tl.load(source + index, index < rest), index < rest)
 
 
-def reaches(host: Tensor, device: torch.device) -> bool:
-    """Whether kernels on a device read this memory of the host where the host does: only the runtime knows.
-
-    They do not where it is not pinned, nor where the device has another address for what is: so on some HIP devices.
-    """
-    if not host.is_pinned():
-        return False
-    address, functions = ctypes.c_void_p(), _runtime()
-    with on(device):
-        for pointer_of, last_error in functions:
-            if not pointer_of(ctypes.byref(address), ctypes.c_void_p(host.data_ptr()), ctypes.c_uint(0)):
-                return address.value == host.data_ptr()
-            last_error()  # clears it, else torch would raise it later
-    return False
-
-
-@functools.cache
-def _runtime() -> list[tuple[Any, Any]]:
-    """Return two functions of the runtime that torch is linked with, at most once; torch shows neither to Python."""
-    kind = "hip" if torch.version.hip else "cuda"
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_{kind}.so"))
-        return [tuple(getattr(library, kind + name) for name in ("HostGetDevicePointer", "GetLastError"))]
-    return []
-
-
 def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy each source into the tensor of the same position, past version counters.
 
@@ -80,13 +47,9 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None
     that has run. Where memory for the table of a launch is missing, they are copied one after another.
 
     Args:
-        sources: dense, each with the dtype and the number of elements of its tensor, on the device of the tensors or in
-            pinned host memory, which the kernel then reads directly.
+        sources: dense, each with the dtype and the number of elements of its tensor, on the device of the tensors.
         tensors: dense, of float32, bfloat16, float16 or float64, on one device. They do not overlap. Elements of both
             count in the order of memory.
-
-    Raises:
-        RuntimeError: Triton was requested and cannot be used.
     """
     if not tensors:
         return
@@ -104,7 +67,7 @@ def _copy(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     device = tensors[0].device
-    if backend(device).backend is Backend.TORCH:
+    if obstacle(device) is not None:
         _copy(sources, tensors)
         return
     with on(device):
@@ -112,13 +75,11 @@ def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             pairs = [pair for pair in zip(tensors, sources, strict=True) if pair[0].dtype == dtype]
             targets, origins = zip(*pairs, strict=True)
             rows = np.stack([addresses_of(targets), addresses_of(origins)])
-            table = make_table(targets, BLOCK, rows, device)
-            if table.blocks == 0:
+            blocks, table = make_table(targets, BLOCK, rows, device)
+            if blocks == 0:
                 continue
-            scatter_kernel[(table.blocks,)](
-                table.entries,
-                table.tensors,
-                table.steps,
+            scatter_kernel[(blocks,)](
+                *table,
                 DTYPE=int(DTYPES[dtype]),
                 BYTES=dtype.itemsize,
                 IS_ALIGNED=not np.any(rows % VECTOR_BYTES),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,24 +25,12 @@ UPLOADS_KEPT = 4096
 """Tables that stay on the device: one for each bucket of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of the tensors that have elements.
+def make_table(
+    tensors: Sequence[Tensor], block: int, rows: Integers, device: torch.device
+) -> tuple[int, tuple[Tensor, int, int]]:
+    """Return how many blocks tensors have, and the first arguments of a launch on the current stream over them.
 
-    Attributes:
-        entries: the matrix, on the device.
-        tensors, blocks: number of tensors, and of the blocks of all of them.
-        steps: of the bisection.
-    """
-
-    entries: Tensor
-    tensors: int
-    blocks: int
-    steps: int
-
-
-def make_table(tensors: Sequence[Tensor], block: int, rows: Integers, device: torch.device) -> Table:
-    """Return the table of these tensors, for launches on the current stream.
+    Those are the table of the tensors that have elements, how many these are, and the steps of the bisection.
 
     Args:
         tensors: of which the lengths count.
@@ -58,7 +45,7 @@ def make_table(tensors: Sequence[Tensor], block: int, rows: Integers, device: to
     entries = np.concatenate([[np.cumsum(counts) - counts, lengths], rows[:, has_elements]])
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     steps = max(len(lengths) - 1, 0).bit_length()
-    return Table(_kept_upload(entries.tobytes(), device, stream), len(lengths), int(counts.sum()), steps)
+    return int(counts.sum()), (_kept_upload(entries.tobytes(), device, stream), len(lengths), steps)
 
 
 @functools.lru_cache(UPLOADS_KEPT)

@@ -154,7 +154,6 @@ def kernel_rates(device: torch.device, size: int, tensors: int, rounds: int) -> 
         rounds: timed runs of each.
     """
     from superadam import gpu
-    from superadam.gpu import Backend, backend
 
     filler = torch.empty(size // 2, dtype=torch.uint8, device=device)
     copied = torch.empty_like(filler)
@@ -192,7 +191,7 @@ def kernel_rates(device: torch.device, size: int, tensors: int, rounds: int) -> 
     packed, gradients = (torch.zeros(size // 4, dtype=torch.bfloat16, device=device) for _ in range(2))
     parts = split(gradients)
     offsets = [sum(part.numel() for part in parts[:index]) for index in range(len(parts))]
-    has_triton = backend(device).backend is not Backend.TORCH
+    has_triton = gpu.obstacle(device) is None
     norm: list[Tensor] = []
     if has_triton:
         chunks = sum(-(-part.numel() // native.CHUNK) for part in parts)

@@ -54,7 +54,7 @@ class CudaDevice(Device):
                 self.device,
             )
         self.is_capturing = self._cuda.is_current_stream_capturing
-        self.can_update = self._gpu.backend(self.device).backend is not gpu.Backend.TORCH
+        self.can_update = self._gpu.obstacle(self.device) is None
         self._host: Host = host or Host()
         self._cpus = cores.share(self._host, _pci_address(properties))
         self.pinned = PinnedMemory(CudaRegistrar(self.device, self._cuda))
@@ -113,7 +113,7 @@ class CudaDevice(Device):
 
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Enqueue one launch for each dtype, and a copy for each target with other strides than its source."""
+        """Enqueue one launch for each dtype, and a copy for each source on the host or with other strides."""
         alike: list[tuple[Tensor, Tensor]] = []
         others: list[tuple[Tensor, Tensor]] = []
         for source, parameter in zip(sources, targets, strict=True):
@@ -122,8 +122,8 @@ class CudaDevice(Device):
                 target.shape == source.shape
                 and target.dtype == source.dtype
                 and _lies_as(target, source.stride())
-                and target.device == self.device  # kernels reach it, and the source unless its memory is not pinned
-                and (source.device == self.device or self._gpu.reaches(source, self.device))
+                and target.device == self.device
+                and not self.is_host(source)  # on some devices, pinned memory has another address for kernels
             )
             (alike if is_alike else others).append((source, target))
         self._gpu.scatter_values([source for source, _ in alike], [target for _, target in alike])

@@ -103,7 +103,7 @@ class Device(abc.ABC):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Return gradients, converted to `dtype`, in one new flat buffer on the device.
+        """Return gradients of one dtype, converted to `dtype`, in one new flat buffer on the device.
 
         Runs on the current stream, which was made to wait for the gradients. They may be dropped once it returns, and
         their memory may belong to another stream. There is one for each member of the layout, of its shape. Gaps of

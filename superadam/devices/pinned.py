@@ -29,7 +29,7 @@ from superadam.host.signals import THIS_THREAD, deferred_signals
 
 SLAB_BYTES = 2 << 30  # drivers register huge ranges slowly, or not at all; a slab's end is too short for some buffers
 PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the same sizes recur and gaps fit again
-PORTABLE, MAPPED = 1, 2  # cudaHostRegister...: pinned for every device of the process, and kernels may read it
+PORTABLE = 1  # cudaHostRegister...: pinned for every device of the process
 
 _logger = logging.getLogger("superadam")
 _left_pinned: list[mmap.mmap] = []
@@ -58,7 +58,7 @@ class CudaRegistrar:
         self._device, self._cuda = device, cuda
 
     def register(self, address: int, size: int) -> None:
-        reason = self._refusal("cudaHostRegister", address, size, PORTABLE | MAPPED)
+        reason = self._refusal("cudaHostRegister", address, size, PORTABLE)
         if reason is not None:
             limit = lockable_bytes()
             may_lock = "without limit" if limit is None else f"at most {gigabytes(limit)}"

@@ -41,14 +41,14 @@ class Worker:
         self._idle = idle
         self._error: BaseException | None = None
         self._process = os.getpid()
-        self._start()
-
-    def _start(self) -> None:
-        """Start the thread, which workers of tests do without."""
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_closed = self._is_abandoned = self._has_ended = False
         self._submitted = self._finished = 0  # jobs; each is counted by one thread
         self._is_awaited = False
+        self._start()
+
+    def _start(self) -> None:
+        """Start the thread, which workers of tests do without."""
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
         with deferred_signals():
             try:
@@ -155,8 +155,12 @@ class Worker:
             self._error = error
             return False
 
+    def is_awaited(self) -> bool:
+        """Whether the training thread waits for the jobs."""
+        return self._is_awaited
+
     def _finish(self, job: Job) -> None:
-        self._run(lambda: job(lambda: self._is_awaited))
+        self._run(lambda: job(self.is_awaited))
         self._finished += 1
 
     def _loop(self) -> None:

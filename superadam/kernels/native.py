@@ -107,7 +107,8 @@ _ERRORS = {
     lib.SUPERADAM_BAD_PASS: "there is no such pass; use a member of superadam.kernels.native.Pass",
     lib.SUPERADAM_BAD_DTYPE: "a segment has dtypes that this pass does not take; gradients may be float32, bfloat16 or "
     "float16 with float32 state, or everything float64",
-    lib.SUPERADAM_BAD_LENGTH: "a segment has a negative length; lengths count elements from 0",
+    lib.SUPERADAM_BAD_LENGTH: "a segment has a negative length, or 8-bit moments of part of a block; lengths count "
+    "elements from 0",
     lib.SUPERADAM_BAD_POINTER: "a segment lacks an array that this pass uses; see superadam_segment in cpu/cdef.h",
     lib.SUPERADAM_BAD_FORMAT: "a segment stores its state in a format that this pass does not take; see "
     "SUPERADAM_MOMENTS_8BIT and the other formats in cpu/cdef.h",

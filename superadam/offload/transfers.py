@@ -106,7 +106,7 @@ class Transfers(NewValues):
         records: dict[Piece, Pending] = {}
         under_way: dict[Event, None] = {}  # copies to the host that were begun before
         local: dict[tuple[torch.dtype, bool] | None, dict[Piece, TakenGradient]] = {}
-        groups: dict[tuple[torch.dtype, torch.dtype], dict[Piece, TakenGradient]] = {}
+        groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], dict[Piece, TakenGradient]] = {}
         for piece, taken in gradients.items():
             taken.in_use = True
             state, gradient = piece.state, taken.pending
@@ -120,14 +120,14 @@ class Transfers(NewValues):
                 local.setdefault(key, {})[piece] = taken
             else:
                 dtype = gradient.dtype if taken.is_unrounded else dtype_on_link(gradient, self.transfer_dtype)
-                groups.setdefault((dtype, state.parameter_dtype), {})[piece] = taken
+                groups.setdefault((gradient.dtype, dtype, state.parameter_dtype), {})[piece] = taken
         for key, group in local.items():
             shadow = None if key is None else self.shadow(self._layout_of(tuple(group)))
             here = [piece.elements_of(taken.pending) for piece, taken in group.items()]
             records |= _records(group, here, hyper, speculated, shadow)
         leaving = 0
         packed: list[tuple[FlatLayout[Piece], dict[Piece, TakenGradient], Tensor, Shadow | None]] = []
-        for (dtype, parameter_dtype), group in groups.items():
+        for (_, dtype, parameter_dtype), group in groups.items():
             layout = self._layout_of(tuple(group))
             source = self._pack(group, layout, dtype)
             memory = shadow = None

@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from superadam.devices.interface import ChunkSums
 from superadam.devices.pinned import Lease
-from superadam.gpu import Backend
 from superadam.handles import gradient_handle
 from superadam.host.mapped_files import madvise
 from superadam.host.signals import deferred_signals
@@ -337,11 +336,8 @@ class SimulatedAccelerator:
 
     # ---- kernels, as superadam.gpu -----------------------------------------------------------------------------------
 
-    def backend(self, device: object) -> SimpleNamespace:
-        return SimpleNamespace(backend=Backend.INTERPRETER)
-
-    def reaches(self, host: Tensor, device: object) -> bool:
-        return self.is_pinned(host)
+    def obstacle(self, device: object) -> None:
+        return None
 
     def pack_gradients(
         self,

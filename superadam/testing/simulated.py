@@ -9,10 +9,9 @@ the model computes late as well: its tensors are those that `there` returns, and
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +23,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import Job, Work, Worker
 from superadam.distributed.shards import local_of
+from superadam.host.signals import deferred_signals
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
@@ -148,40 +148,29 @@ class SeededWorker(Worker):
     def __init__(self, choices: random.Random, idle: Work) -> None:
         super().__init__(idle)
         self._random = choices
-        self._jobs: collections.deque[Job] = collections.deque()
 
     def _start(self) -> None: ...
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._jobs
+    def is_awaited(self) -> bool:
+        return self._random.random() < 0.5
 
     def submit(self, job: Job) -> None:
-        """Add a job, unless an earlier one has failed, and perhaps run some."""
-        if self._error is not None:
-            return
-        self._jobs.append(job)
-        while self._jobs and self._random.random() < 0.5:
-            self._run_one()
+        """Add a job, and perhaps run some."""
+        super().submit(job)
+        while not self.is_idle and self._random.random() < 0.5:
+            self._calls.get()()
 
-    def drain(self) -> None:
-        self.close()
-        self._raise_error()
+    def _wait(self) -> None:
+        while not self.is_idle:
+            self._calls.get()()
 
     def wake(self) -> None:
-        try:
-            while self._error is None and self._random.random() < 0.5 and self._idle():
-                pass
-        except Exception as error:
-            self._error = error  # which the next call tells, as that of a thread
+        while self._random.random() < 0.5 and self._run(self._idle):
+            pass
 
     def close(self) -> None:
-        while self._jobs:
-            self._run_one()
+        self._wait()
 
-    def _run_one(self) -> None:
-        try:
-            self._jobs.popleft()(lambda: self._random.random() < 0.5)
-        except Exception as error:
-            self._error = error
-            self._jobs.clear()
+    def _run(self, work: Callable[[], object]) -> bool:
+        with deferred_signals():  # no handler runs in a worker's thread
+            return super()._run(work)

@@ -14,7 +14,6 @@ from support.strategies import USUAL, Magnitudes
 
 from superadam import gpu
 from superadam.gpu import adam, language
-from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Flag, Format, Pass
 from superadam.kernels.resident_step import ResidentStep
@@ -120,30 +119,3 @@ def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch, form):
 def test_no_elements_are_allowed():
     gpu.update([], [])
     gpu.update([ResidentStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(USUAL, 1)])
-
-
-def test_without_triton_the_update_is_refused(monkeypatch):
-    monkeypatch.setenv("SUPERADAM_GPU", "torch")
-    with pytest.raises(RuntimeError, match=r"superadam\.gpu\.update needs Triton.*SUPERADAM_GPU=torch asks for it"):
-        gpu.update([ResidentStep(*[torch.ones(10)] * 6, 0)], [Coefficients.at_step(USUAL, 1)])
-
-
-@needs_triton
-@pytest.mark.parametrize(("length", "amsgrad"), [(65, False), (64, True)])
-def test_8bit_moments_that_the_cpu_refuses_are_refused(length, amsgrad):
-    """A block that is not whole has no exponent, and no maximum is stored; the steps beside it are not made either."""
-    forms = (Format.PLAIN, Format.MOMENTS_8BIT)
-    segments = [make_segment(0, 128, Dtype.FLOAT32, Dtype.FLOAT32, form=form) for form in forms]
-    arrays = [placed(segment, (0,)) for segment in segments]
-    plain, compact = (resident_step(each, number) for number, each in enumerate(arrays))
-    cut = {name: getattr(compact, name)[:length] for name in ("master", "exp_avg", "exp_avg_sq", "parameter")}
-    sets = [Coefficients.at_step(replace(USUAL, amsgrad=number * amsgrad > 0), 1) for number in range(2)]
-    with pytest.raises(
-        ValueError, match=r"amsgrad with 8-bit" if amsgrad else r"65 elements.*expected a multiple of 64"
-    ):
-        gpu.update([plain, replace(compact, **cut)], sets)
-    assert all(array.is_unchanged() for each in arrays for array in each.values())
-    row = np.array([replace(segments[1], length=length).row()], native.SEGMENT)
-    row["coefficients"] = 1
-    with pytest.raises(ValueError, match="superadam:"):
-        native.run(Pass.UPDATE, row, np.array([k.row() for k in sets], native.COEFFICIENTS))

@@ -54,16 +54,6 @@ def test_variants_have_every_dtype_and_flag():
     assert set(Flag) == {flag for flags in gpu_variants.COEFFICIENTS for flag in flags}
 
 
-@pytest.mark.parametrize("number", range(2, len(DTYPES)))
-def test_dtypes_of_any_number_are_packed_alike(number):
-    every = gpu_variants.SOURCES[-1]
-    for sources, link in itertools.product(itertools.combinations(every, number), every):
-        with noted_launches() as launches:
-            LAUNCHES["pack_kernel"](sources, link, True, True)
-            LAUNCHES["pack_kernel"](every, link, True, True)
-        assert launches[0].constants == launches[1].constants
-
-
 def test_variants_are_all_distinct_and_hold_every_constant():
     """No kernel is left out, and of no constant only one value is compiled."""
     seen = {}
@@ -129,17 +119,14 @@ def check_adam_code(
         check_vectors(code, "store", [*kept, parameter], elements)
 
 
-def check_pack_code(
-    code: Code, target: str, sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool
-) -> None:
-    is_large = len(sources) > 1 or (sums and sources != (link,))
-    rows = pack.ROWS_AHEAD.value // (2 if is_large else 1)
+def check_pack_code(code: Code, target: str, source: torch.dtype, link: torch.dtype, sums: bool, aligned: bool) -> None:
+    rows = pack.ROWS_AHEAD.value // (2 if sums and source != link else 1)
     elements = 2 if target in AMD else 4
     assert code.threads * elements == pack.CHUNKS_PER_PROGRAM * 16  # of a row
     folded = 8 + 4 + 2 + 1  # the lanes, pairwise
     check_arithmetic(code, "f64", fma=sums * 2 * rows * elements, add=sums * folded)
     if aligned:
-        check_vectors(code, "load", sources, elements, rows)
+        check_vectors(code, "load", [source], elements, rows)
         check_vectors(code, "store", [link], elements, rows)
 
 
@@ -289,22 +276,18 @@ def chunks_that_tell(seed: int, dtype: torch.dtype) -> np.ndarray:
     return narrow(chunks.reshape(-1).astype(np.float64 if dtype == torch.float64 else np.float32), DTYPES[dtype])
 
 
-def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool) -> None:
-    """Pack programs of whole chunks, and one with ends; of one dtype also every half, or what lies beside ties."""
+def check_packing(source: torch.dtype, link: torch.dtype, sums: bool, aligned: bool) -> None:
+    """Pack programs of whole chunks, and one with ends; also every half, or what lies beside ties."""
     lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, 300, 17, 255, *range(2, 260 if DEEP else 6)]  # behind each nothing is read
-    lengths += [2 * CHUNK - 1] * (len(sources) if len(sources) > 1 else 0)  # a whole and a part of each dtype
-    kinds = [Magnitudes.SPECIAL, *Magnitudes]
-    whole = [(chunks_that_tell(number, dtype), dtype) for number, dtype in enumerate(sources)]
-    packed = [*whole]
-    if len(sources) == 1 and (sources[0].itemsize, link.itemsize) in ((2, 2), (2, 4), (4, 2)):
-        packed.append((telling(DTYPES[sources[0]], DTYPES[link], step=4), sources[0]))
+    kinds, dtype = [Magnitudes.SPECIAL, *Magnitudes], DTYPES[source]
+    stored = [whole := chunks_that_tell(0, source)]
+    if (source.itemsize, link.itemsize) in ((2, 2), (2, 4), (4, 2)):
+        stored.append(telling(dtype, DTYPES[link], step=4))
     for number, length in enumerate(lengths):
-        kind, dtype = kinds[number % len(kinds)], sources[number % len(sources)]
-        packed.append((stored_gradient(number, length, kind, DTYPES[dtype], number % 2 == 0), dtype))
-    packed += [(one[:-1], dtype) for chunks, dtype in whole for one in np.split(chunks, 8)]
-    stored, dtypes = [one for one, _ in packed], [DTYPES[dtype] for _, dtype in packed]
+        stored.append(stored_gradient(number, length, kinds[number % len(kinds)], dtype, number % 2 == 0))
+    stored += [one[:-1] for one in np.split(whole, 8)]
     places, numel = places_of([*map(len, stored)], aligned)
-    check_pack(stored, dtypes, DTYPES[link], places, numel, (0,) if aligned else (0, 1, 3), with_norm=sums)
+    check_pack(stored, dtype, DTYPES[link], places, numel, (0,) if aligned else (0, 1, 3), with_norm=sums)
 
 
 def check_scattering(dtype: torch.dtype, aligned: bool) -> None:
@@ -335,7 +318,7 @@ def check(request: Request, code: Code) -> None:
 
 NAMES = {
     "adam_kernel": "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
-    "pack_kernel": "sources link sums aligned",
+    "pack_kernel": "source link sums aligned",
     "scatter_kernel": "dtype aligned",
 }
 """What variants of the kernels differ in; arguments in `LAUNCHES`, but for the flags."""
@@ -348,7 +331,7 @@ def word(name: str, value: Any) -> str:
         return name if value else ""
     if isinstance(value, Format):
         return (value.name or "").lower() if value else ""
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return str(value)
 
 
 def over(targets: Iterable[str], kernel: str, variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
@@ -413,7 +396,7 @@ COMPACT = Format.MOMENTS_8BIT | Format.MASTER_24BIT
 VAST = {
     "adam": Request("sm_90", "adam_kernel", (torch.float32, torch.float32, Format.PLAIN, Flag(0), True)),
     "adam of compact state": Request("sm_90", "adam_kernel", (torch.bfloat16, torch.bfloat16, COMPACT, Flag(0), True)),
-    "pack": Request("sm_90", "pack_kernel", ((torch.bfloat16,), torch.bfloat16, True, True)),
+    "pack": Request("sm_90", "pack_kernel", (torch.bfloat16, torch.bfloat16, True, True)),
     "scatter": Request("sm_90", "scatter_kernel", (torch.bfloat16, True)),
 }
 """Variants with all kinds of addresses: of elements, of blocks of state, of chunks; other tests use two of them."""
@@ -476,10 +459,6 @@ SURVIVORS = {
     "setp.lt.s64 becomes setp.le.s64": "a whole block with masks gets the same values",
     "pack_kernel `for first in range(0, rows, ahead):` predicates: setp.lt.s64 becomes setp.le.s64": (
         "once more round the loop, in which every element is masked"
-    ),
-    "pack_kernel `bfloat16 = tl.load(pointer(address, BFLOAT16, IS_ALIGNED) + index, (dtype == BFLOAT16) & mask, "
-    "other=0)` predicates: ld.global.b16, for all threads": (
-        "of whole chunks of another dtype, whose elements have as many bytes or more, these are read and dropped"
     ),
     "pack_kernel `nonfinite += (exponent == 0xFF).to(tl.int32)` predicates: setp.gt.u16 becomes setp.ge.u16": (
         "twice the bits of a half are compared with an odd number, which none of them equals"

@@ -19,9 +19,10 @@ from support.kernel_arrays import HALVES_AND_FLOAT32
 from support.strategies import Magnitudes
 
 from superadam import gpu
-from superadam.gpu import Backend, backend, choice, language, pack
+from superadam.gpu import language, obstacle, pack
 from superadam.kernels.native import CHUNK, Dtype
 
+ON_CPU, ON_GPU = torch.device("cpu"), torch.device("cuda")
 LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 255, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17])
 
 
@@ -39,14 +40,13 @@ def chunks_per_program(number: int) -> AbstractContextManager[object]:
 @given(st.data())
 def test_packing_has_the_bits_of_the_cpu(data):
     link = data.draw(st.sampled_from([*HALVES_AND_FLOAT32, Dtype.FLOAT64]), "link")
-    sources = [link] if link is Dtype.FLOAT64 else data.draw(st.sampled_from([[link], HALVES_AND_FLOAT32]), "sources")
+    dtype = link if link is Dtype.FLOAT64 else data.draw(st.sampled_from(HALVES_AND_FLOAT32), "dtype")
     lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=5), "lengths")
-    dtypes = [data.draw(st.sampled_from(sources)) for _ in lengths]
     kinds = [data.draw(st.sampled_from(Magnitudes)) for _ in lengths]
     seeds, sprinkle = st.integers(0, 2**32 - 1), st.booleans()
     stored = [
         stored_gradient(data.draw(seeds), length, kind, dtype, data.draw(sprinkle))
-        for length, kind, dtype in zip(lengths, kinds, dtypes, strict=True)
+        for length, kind in zip(lengths, kinds, strict=True)
     ]
     gaps = data.draw(st.sampled_from([(), (64,), (3, 0, 40)]), "gaps")
     places, numel = offsets_with_gaps(lengths, gaps, data.draw(st.permutations(range(len(lengths))), "order"))
@@ -55,7 +55,7 @@ def test_packing_has_the_bits_of_the_cpu(data):
     per_program = data.draw(st.sampled_from([2, 8]), "chunks per program")
     for name in BACKENDS:
         with asked_for(name), chunks_per_program(per_program):
-            check_pack(stored, dtypes, link, places, numel, starts, with_norm and name == "triton")
+            check_pack(stored, dtype, link, places, numel, starts, with_norm and name == "triton")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_every_half_and_rounding_beside_every_tie(implementation, dtype, link):
     values = telling(dtype, link)
     pieces = np.split(values, range(256, len(values), 256))
     with chunks_per_program(1 << (len(pieces) - 1).bit_length()):
-        check_pack(pieces, [dtype] * len(pieces), link, range(0, len(values), 256), len(values))
+        check_pack(pieces, dtype, link, range(0, len(values), 256), len(values))
 
 
 @needs_triton
@@ -78,7 +78,7 @@ def test_many_small_tensors_take_one_launch():
     places, numel = offsets_with_gaps(lengths, (), range(len(lengths)))
     launches = Launches(pack.pack_kernel)
     with asked_for("triton"), chunks_per_program(64), mock.patch.object(pack, "pack_kernel", launches):
-        check_pack(stored, [Dtype.FLOAT32] * len(lengths), Dtype.FLOAT32, places, numel)
+        check_pack(stored, Dtype.FLOAT32, Dtype.FLOAT32, places, numel)
         assert launches.grids == [(-(-300 // pack.CHUNKS_PER_PROGRAM),)]
 
 
@@ -98,21 +98,14 @@ def test_without_triton_or_a_compiler_torch_packs_and_says_so_once():
     """On each device; whatever Triton raises is noticed before training."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import os, torch\n"
+        "import torch\n"
         "from superadam import gpu\n"
         "from superadam.gpu import language\n"
-        "for _ in range(2): print(gpu.backend('cuda').backend.value)\n"
+        "for _ in range(2): print(gpu.obstacle(torch.device('cuda')))\n"
         "buffer = torch.zeros(4)\n"
         "gpu.pack_gradients([torch.ones(3)], [1], buffer)\n"
         "gpu.scatter_values([buffer[1:]], [torch.zeros(3)])\n"
         "print(buffer.tolist())\n"
-        "sums, counts = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)\n"
-        "try: gpu.pack_gradients([torch.ones(3)], [1], buffer, sums, counts)\n"
-        "except RuntimeError as error: print(error)\n"
-        "os.environ['SUPERADAM_GPU'] = 'triton'\n"
-        "try: gpu.pack_gradients([torch.ones(3)], [0], buffer)\n"
-        "except RuntimeError as error: print(error)\n"
-        "del os.environ['SUPERADAM_GPU']\n"
         "class Probe:\n"
         "    asked = 0\n"
         "    def __getitem__(self, grid):\n"
@@ -120,45 +113,43 @@ def test_without_triton_or_a_compiler_torch_packs_and_says_so_once():
         "        raise RuntimeError('Failed to find C compiler.\\nPlease specify via CC')\n"
         "language.MISSING, language.IS_INTERPRETED, language.probe = None, False, Probe()\n"
         "torch.cuda.device = lambda device: torch.no_grad()\n"
-        "for _ in range(3): choice = gpu.backend('cuda:0')\n"
-        "print(choice.backend.value, Probe.asked, choice.reason)\n"
+        "for _ in range(3): reason = gpu.obstacle(torch.device('cuda', 0))\n"
+        "print(Probe.asked, reason)\n"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:3] == ["torch", "torch", "[0.0, 1.0, 1.0, 1.0]"]
-    assert lines[3].startswith("superadam.gpu.pack_gradients needs Triton to take the norm, but Triton cannot be")
-    assert lines[4].startswith("SUPERADAM_GPU=triton asks for Triton's kernels, but Triton cannot be imported")
-    assert lines[5] == "torch 1 Triton cannot launch a kernel (RuntimeError: Failed to find C compiler.)"
+    assert all(line.startswith("Triton cannot be imported") for line in lines[:2])
+    assert lines[2:] == [
+        "[0.0, 1.0, 1.0, 1.0]",
+        "1 Triton cannot launch a kernel (RuntimeError: Failed to find C compiler.)",
+    ]
     for device in ("cuda,", "cuda:0,"):
         assert done.stderr.count(f"superadam packs and scatters with plain torch on {device}") == 1
 
 
 def test_an_unknown_implementation_is_refused(monkeypatch):
     monkeypatch.setenv("SUPERADAM_GPU", "fast")
-    with pytest.raises(ValueError, match="SUPERADAM_GPU is 'fast'"):
-        backend("cpu")
+    with pytest.raises(ValueError, match="SUPERADAM_GPU is 'fast', expected 'torch'; unset it"):
+        obstacle(ON_CPU)
 
 
 def test_torch_can_be_asked_for(monkeypatch, caplog):
     monkeypatch.setenv("SUPERADAM_GPU", "torch")
-    choice = backend("cuda")
-    assert choice.backend is Backend.TORCH
-    assert choice.reason == "SUPERADAM_GPU=torch asks for it"
+    assert obstacle(ON_GPU) == "SUPERADAM_GPU=torch asks for plain torch"
     assert not caplog.records
 
 
 @needs_triton
 def test_memory_out_of_reach_is_told(monkeypatch, caplog):
     monkeypatch.setattr(language, "IS_INTERPRETED", True)
-    monkeypatch.setattr(choice, "_told", set())
-    assert "interpreter" in backend("cuda").reason
+    monkeypatch.setattr(language, "_told", set())
+    assert "interpreter (TRITON_INTERPRET) do not reach memory of cuda" in obstacle(ON_GPU)
     assert len(caplog.records) == 1
-    assert backend("cpu").backend is Backend.INTERPRETER
+    assert obstacle(ON_CPU) is None
     monkeypatch.setattr(language, "IS_INTERPRETED", False)
-    assert "do not reach memory of the CPU" in backend("cpu").reason
-    monkeypatch.setattr(choice, "_obstacle_on", lambda device: None)
-    assert backend("cuda").backend is Backend.TRITON
-    with asked_for("triton"), pytest.raises(RuntimeError, match=r"SUPERADAM_GPU.*do not reach memory of the CPU"):
-        backend("cpu")
+    assert obstacle(ON_CPU) == "Triton's compiled kernels do not reach memory of cpu"
+    monkeypatch.setattr(language, "_obstacle_on", lambda device: None)
+    assert obstacle(ON_GPU) is None
+    assert len(caplog.records) == 1

@@ -22,7 +22,7 @@ import superadam
 from superadam._kernels import ffi, lib
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 from superadam.state.norm import GradientNorm
 from superadam.step.outcome import StepKind, judge
 
@@ -77,6 +77,16 @@ def test_a_segment_that_the_pass_cannot_take_is_refused(which, change, message):
     for name, value in change.items():
         table[name][2] = value
     check_refused(job, table, message)
+
+
+@pytest.mark.parametrize(("length", "amsgrad"), [(65, False), (64, True)])
+def test_8bit_moments_of_part_of_a_block_or_with_maxima_are_refused(length, amsgrad):
+    """Such a block has no exponent, and no maximum is stored."""
+    segments = [make_segment(0, 128, Dtype.FLOAT32, Dtype.FLOAT32, form=Format.MOMENTS_8BIT)]
+    job = Job(Pass.UPDATE, segments, [Coefficients.at_step(replace(HYPER, amsgrad=amsgrad), 1)])
+    table = job.table()
+    table["length"], table["max_exp_avg_sq"] = length, table["exp_avg"]
+    check_refused(job, table, "in a format that this pass" if amsgrad else "8-bit moments of part of a block")
 
 
 @pytest.mark.parametrize("name", ["coefficients", "accepted_coefficients"])

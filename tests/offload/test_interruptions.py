@@ -31,7 +31,7 @@ import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import CudaDevice, Stream
 from superadam.distributed import agreement
-from superadam.gpu import choice
+from superadam.gpu import language
 from superadam.host import _signals, cores
 from superadam.host.machine import Host
 from superadam.host.memory import Claim, HostNeeds
@@ -565,7 +565,7 @@ def test_what_a_handler_raises_is_not_taken_for_an_error_that_is_expected(name: 
 
 ON_CPU = torch.device("cpu")
 AROUND: dict[str, tuple[Any, str, Callable[[], object]]] = {
-    "trying Triton": (choice.language, "on", lambda: choice._obstacle_on.__wrapped__(ON_CPU)),
+    "trying Triton": (language, "on", lambda: language._obstacle_on.__wrapped__(ON_CPU)),
     "an event of a GPU": (torch.cuda, "Event", lambda: CudaDevice.record(Mock(_cuda=torch.cuda), Stream.CURRENT)),
     "a thread near a GPU": (ThreadPoolExecutor, "submit", lambda: cores.call_near({0}, list)),
     "telling other ranks": (

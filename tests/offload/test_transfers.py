@@ -100,6 +100,25 @@ def test_gradients_of_another_stream_are_rounded_once_they_are_there(has_memory:
     assert torch.equal(taken.ready(), values.bfloat16())
 
 
+def test_gradients_that_are_packed_together_have_one_dtype() -> None:
+    """Also where they travel in one, and belong to parameters of one: torch may be asked for gradients of any dtype."""
+    device = SimulatedDevice(0)
+    packed = list[set[torch.dtype]]()
+    pack = device.pack
+    device.pack = lambda gradients, *more: (packed.append({one.dtype for one in gradients}), pack(gradients, *more))[1]
+    transfers = Transfers(device, OverlapStatistics(), Trace(), torch.float32)
+    states = states_of(*torch.zeros(3, 5, dtype=torch.bfloat16))
+    dtypes = torch.bfloat16, torch.float32, torch.bfloat16
+    values = [torch.full((5,), float(number), dtype=dtype) for number, dtype in enumerate(dtypes)]
+    taken = dict(zip(states, map(TakenGradient, values), strict=True))
+    records, arrived = transfers.download(taken, HYPER, set())
+    arrived.synchronize()
+    assert packed == [{torch.bfloat16}, {torch.float32}]
+    for number, state in enumerate(states):
+        assert records[state].gradient.tolist() == [number] * 5
+        assert records[state].gradient.dtype == torch.float32
+
+
 def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
     """The allocator hands out what the model's stream has still to finish with."""
     device = WatchingDevice()

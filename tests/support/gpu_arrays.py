@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import formula, kernel_arrays
 
-from superadam.gpu import Backend, backend, language
+from superadam.gpu import language, obstacle
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.native import Dtype
 
@@ -21,20 +21,20 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 
 Array = kernel_arrays.Array
 
-IS_READY = backend(DEVICE).backend is not Backend.TORCH
+IS_READY = obstacle(DEVICE) is None
 """Whether Triton's kernels run on DEVICE."""
 
 assert IS_READY or language.MISSING
 
 BACKENDS = ["triton", "torch"] if IS_READY else ["torch"]
-"""What packs and scatters here, as `SUPERADAM_GPU` calls it."""
+"""What packs and scatters here."""
 
 needs_triton = pytest.mark.skipif(not IS_READY, reason="Triton is not installed")
 
 
 def asked_for(name: str) -> AbstractContextManager[object]:
     """Return a context in which `name` is the implementation that was asked for."""
-    return mock.patch.dict(os.environ, SUPERADAM_GPU=name)
+    return mock.patch.dict(os.environ, SUPERADAM_GPU="torch" if name == "torch" else "")
 
 
 class Launches:

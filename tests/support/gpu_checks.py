@@ -13,7 +13,6 @@ from support.kernel_arrays import STORAGE, Job, Segment, differing, differing_st
 from support.strategies import Magnitudes, random_array
 
 from superadam import gpu
-from superadam.gpu import Backend, backend
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.native import Dtype, Format, Pass
@@ -95,7 +94,7 @@ def norms_of_cpu(stored: Sequence[Array], dtype: Dtype) -> tuple[Array, Array]:
 
 def check_pack(
     stored: Sequence[Array],
-    dtypes: Sequence[Dtype],
+    dtype: Dtype,
     link: Dtype,
     places: Sequence[int],
     numel: int,
@@ -103,21 +102,18 @@ def check_pack(
     with_norm: bool | None = None,
 ) -> None:
     """Pack arrays with what runs at present, and compare every byte with the CPU's kernels and the oracle's casts."""
-    gradients = [
-        Placed(one, dtype, starts[number % len(starts)])
-        for number, (one, dtype) in enumerate(zip(stored, dtypes, strict=True))
-    ]
+    gradients = [Placed(one, dtype, starts[number % len(starts)]) for number, one in enumerate(stored)]
     blank = np.frombuffer(b"\x5a" * (numel * STORAGE[link]().itemsize), STORAGE[link])
     destination = Placed(blank, link, starts[-1])
     wanted, arrived = blank.copy(), []
-    for one, dtype, place in zip(stored, dtypes, places, strict=True):
+    for one, place in zip(stored, places, strict=True):
         arrived.append(one if dtype is link else narrow(widen(one, dtype), link))
         wanted[place : place + len(one)] = arrived[-1]
     sums, nonfinite = norms_of_cpu(arrived, link)
     got_sums = Placed(np.full(len(sums) + 1, -1.0), torch.float64)
     got_nonfinite = Placed(np.full(len(sums) + 1, -1, np.int64), torch.int64)
     if with_norm is None:
-        with_norm = backend(DEVICE).backend is not Backend.TORCH
+        with_norm = gpu.obstacle(DEVICE) is None
     norm = (got_sums.tensor, got_nonfinite.tensor) if with_norm else ()
     with np.errstate(all="ignore"):
         gpu.pack_gradients([one.tensor for one in gradients], places, destination.tensor, *norm)

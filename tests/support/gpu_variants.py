@@ -28,7 +28,6 @@ import torch
 from support.kernel_arrays import FORMATS
 
 from superadam import gpu
-from superadam.gpu.choice import Backend, Choice
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import CHUNK, Flag, Format, chunk_count
@@ -96,14 +95,9 @@ def launch_adam(
     gpu.update([ResidentStep(**kept, max_exp_avg_sq=largest, **arrays, coefficients=0)], [COEFFICIENTS[flags]])
 
 
-def launch_pack(
-    sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool, numel: int = CHUNK + 1
-) -> None:
-    count, chunks = len(sources), chunk_count(numel)
-    places = [chunks * CHUNK * number for number in range(count)]
-    target = tensor(places[-1] + numel, link, aligned)
-    norm = [tensor(chunks * count, dtype) if sums else None for dtype in (torch.float64, torch.int64)]
-    gpu.pack_gradients([tensor(numel, dtype) for dtype in sources], places, target, *norm)
+def launch_pack(source: torch.dtype, link: torch.dtype, sums: bool, aligned: bool, numel: int = CHUNK + 1) -> None:
+    norm = [tensor(chunk_count(numel), dtype) if sums else None for dtype in (torch.float64, torch.int64)]
+    gpu.pack_gradients([tensor(numel, source)], [0], tensor(numel, link, aligned), *norm)
 
 
 def launch_scatter(dtype: torch.dtype, aligned: bool, numel: int = 10) -> None:
@@ -111,9 +105,6 @@ def launch_scatter(dtype: torch.dtype, aligned: bool, numel: int = 10) -> None:
 
 
 LAUNCHES = {"adam_kernel": launch_adam, "pack_kernel": launch_pack, "scatter_kernel": launch_scatter}
-
-SOURCES = [*((dtype,) for dtype in DTYPES), tuple(dtype for dtype in DTYPES if dtype != torch.float64)]
-"""Dtypes of gradients that are packed together."""
 
 _BOTH = (False, True)
 
@@ -126,9 +117,9 @@ ADAM = [
     and (form <= Format.MOMENTS_BFLOAT16 or gradient == parameter == torch.bfloat16)  # compilers take their time
 ]
 PACK = [
-    (sources, link, sums, aligned)
-    for sources, link, sums, aligned in itertools.product(SOURCES, DTYPES, _BOTH, _BOTH)
-    if (torch.float64 in sources) == (link == torch.float64)
+    (source, link, sums, aligned)
+    for source, link, sums, aligned in itertools.product(DTYPES, DTYPES, _BOTH, _BOTH)
+    if (source == torch.float64) == (link == torch.float64)
 ]
 SCATTER = list(itertools.product(DTYPES, _BOTH))
 
@@ -158,11 +149,10 @@ def noted_launches() -> Iterator[list[Launch]]:
                 Launch(self._name, self._kernel, grid, arguments, constants)
             )
 
-    choice = Choice(Backend.TRITON, "a test asks for it")
     with contextlib.ExitStack() as stack:
         for name, module in KERNELS.items():
             stack.enter_context(mock.patch.object(module, name, Noted(name, getattr(module, name))))
-            stack.enter_context(mock.patch.object(module, "backend", return_value=choice))
+            stack.enter_context(mock.patch.object(module, "obstacle", return_value=None, create=True))
         yield launches
 
 

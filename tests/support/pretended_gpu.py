@@ -9,6 +9,6 @@ import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 
-from superadam.gpu import choice  # noqa: E402
+from superadam.gpu import language  # noqa: E402
 
-choice._obstacle_on = lambda device: None  # type: ignore[assignment]
+language._obstacle_on = lambda device: None  # type: ignore[assignment]
