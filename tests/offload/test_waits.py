@@ -30,6 +30,9 @@ REASONS = {
     "offload.pipeline Pipeline.drain: self._device.record(Stream.CURRENT).synchronize()": (
         "the worker waits for each copy itself; this only tells hidden from awaited time in the statistics"
     ),
+    "state.resident ResidentStates.step: self._device.record(Stream.CURRENT)": (
+        "steps of these programs run on the stream on which state comes home; another thread's would need it"
+    ),
     "state.new_values NewValues.upload: device.record_stream(distant, Stream.UPLOAD)": (
         "publishing keeps the memory for a stream that has waited for the upload; this is for values that are dropped"
     ),
@@ -51,7 +54,6 @@ NOTICED_BY = {
             "state.resident ResidentStates.bring_home: self._device.record(Stream.CURRENT).synchronize()",
             "state.resident ResidentStates.step: self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))",
             "state.resident ResidentStates.step: self._device.record(Stream.UPLOAD)",
-            "state.resident ResidentStates.step: self._device.record(Stream.CURRENT)",
             "state.resident ResidentStates.step: self._device.record_stream(tensor, Stream.CURRENT)",
         ),
         RESIDENT,
