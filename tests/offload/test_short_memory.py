@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Stream
 from superadam.devices.flat import FlatLayout
-from superadam.devices.worker import Job, Work
+from superadam.devices.worker import Job, Work, Worker
 from superadam.offload.transfers import PACKED_UNDER_WAY
 from superadam.testing import simulated
 from superadam.testing.accelerator import Block
@@ -31,7 +31,7 @@ class LateWorker(simulated.SeededWorker):
     """Begins when it is waited for: until then the training thread runs ahead."""
 
     def submit(self, job: Job) -> None:
-        self._jobs.append(job)
+        Worker.submit(self, job)
 
 
 class CountingDevice(SimulatedDevice):
