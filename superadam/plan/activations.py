@@ -1,7 +1,4 @@
-"""Peak memory of forward and backward, from meta tensors: nothing is allocated or computed.
-
-Two numbers of layers are run, and the peak of all layers lies on the line through both.
-"""
+"""Peak memory of forward and backward, from meta tensors: nothing is allocated or computed."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from transformers import PreTrainedConfig
 
 from superadam.kernels.torch_private import dispatch_mode
 from superadam.plan import UnplannableError, attention
-from superadam.plan.models import on_meta, period_of, with_layers
+from superadam.plan.models import layers_of, on_meta
 
 LOSS_ROWS = 1024  # tokens whose logits are there together, where the loss is computed in chunks
 
 FORWARD, HEAD, LAYERS, END = "forward", "head and loss", "layers' backward", "end of backward"
-STAGES = (FORWARD, HEAD, LAYERS, END)  # HEAD: forward and backward of output layer and loss; END: behind all layers
+STAGES = (FORWARD, HEAD, LAYERS, END)  # HEAD: forward and backward of output layer and loss; END: from the first layer
 
 
 class Live(dispatch_mode()):  # type: ignore[misc]
@@ -80,10 +77,11 @@ def run(model: Any, tokens: Tensor, loss: str, enter: Callable[[str], object] = 
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(leave)
 
-    def enter_end(embedding: nn.Module, inputs: object, found: Any) -> None:
-        found.register_hook(lambda gradient: enter(END))
+    def enter_end(layer: nn.Module, inputs: object, found: Any) -> None:
+        output = found[0] if isinstance(found, tuple) else found
+        output.register_hook(lambda gradient: enter(END))
 
-    model.get_input_embeddings().register_forward_hook(enter_end)
+    next(iter(layers_of(model)), model.get_input_embeddings()).register_forward_hook(enter_end)
     enter(FORWARD)
     mask = torch.ones_like(tokens)  # without one, models look into the tokens' positions for packed sequences
     hidden = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
@@ -107,12 +105,12 @@ def recomputing(model: Any, *, is_wanted: bool) -> Any:
 
 
 def peaks_of(
-    config: PreTrainedConfig, sequences: int, tokens: int, *, loss: str = "chunked", checkpointing: bool = True
+    config: PreTrainedConfig, sequences: int, tokens: int, loss: str = "chunked", checkpointing: bool = True
 ) -> dict[str, int]:
-    """Return the bytes at the peak of each stage beyond parameters and buffers, of a model with all its layers.
+    """Return the bytes at the peak of each stage beyond parameters and buffers.
 
-    It is trained in bf16, with `tokens` of each sequence; a loss that is not "chunked" has whole logits. Raises
-    `UnplannableError` where the model cannot be run so.
+    It is trained in bf16, with `tokens` of each sequence; a loss that is not "chunked" has whole logits. END is when
+    one layer is left, or none. Raises `UnplannableError` where the model cannot be run so.
     """
     attention.register()
     model, mode = on_meta(config, attention.NAME), Live()
@@ -137,36 +135,3 @@ def peaks_of(
             "it on the machine"
         )
     return {stage: peak - begin for stage, peak in mode.peaks.items()}
-
-
-def activations_of(
-    config: PreTrainedConfig, parameters: int, sequences: int, tokens: int, **how: Any
-) -> dict[str, int]:
-    """Return the peaks of the whole model by two runs with few layers; arguments and errors as for `peaks_of`.
-
-    LAYERS is when the layers' backward begins, END when one of them is left, or none. `parameters` is the number of
-    those of the whole model, which has to lie on the line of the two as well.
-    """
-    period, layers = period_of(config), int(config.num_hidden_layers)
-    few = (2 * period, 3 * period)
-    if layers <= few[1]:
-        few = (max(1, layers - period), layers)
-    unlike = (
-        f"the layers of a {config.model_type} differ in a way that its layer_types do not tell, expected kinds that "
-        "repeat, so that few of them say nothing of all; measure it on the machine"
-    )
-    try:
-        configs = [with_layers(config, count) for count in few]
-    except Exception as error:  # its configuration lists something for each layer
-        raise UnplannableError(unlike) from error
-    sizes = [sum(parameter.numel() for parameter in on_meta(each).parameters()) for each in configs]
-    rest = (layers - few[1]) // period
-
-    def at(values: list[int], periods: int) -> int:
-        return values[1] + (values[1] - values[0]) * periods * period // max(1, few[1] - few[0])
-
-    if (layers - few[1]) % period or at(sizes, rest) != parameters:
-        raise UnplannableError(unlike)
-    runs = [peaks_of(config, sequences, tokens, **how) for config in configs]
-    whole = {stage: at([run[stage] for run in runs], rest) for stage in STAGES}
-    return whole | {END: max(whole[END], at([run[LAYERS] for run in runs], 1 - few[1] // period))}

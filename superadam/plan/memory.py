@@ -13,9 +13,9 @@ from superadam.host.memory import HostNeeds
 from superadam.offload.needs import needs_of, with_bucket
 from superadam.offload.placement import PACKED_UNDER_WAY, Placement, numel_of_buckets, room_for_new_values
 from superadam.plan import UnplannableError
-from superadam.plan.activations import END, FORWARD, HEAD, LAYERS, activations_of
+from superadam.plan.activations import END, FORWARD, HEAD, LAYERS, peaks_of
 from superadam.plan.machines import Machine
-from superadam.plan.models import on_meta
+from superadam.plan.models import layers_of, on_meta
 from superadam.state.storage import Master, Moments, Storage
 
 STEP = "step()"
@@ -66,9 +66,7 @@ class Subject:
         """Return the model of a configuration; raises `UnplannableError` where there is none."""
         model = on_meta(config)
         every = sum(parameter.numel() for parameter in model.parameters())
-        lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-        layers = next((found for found in lists if len(found) == config.num_hidden_layers), ())
-        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
         return Subject(config, model, every, max(sizes, default=0), every - sum(sizes))
 
     def shards(self, ranks: int) -> dict[str, Tensor]:
@@ -142,11 +140,9 @@ def activations_for(subject: Subject, setting: Setting) -> dict[str, int]:
     """Return the peaks of forward and backward, which are looked for once; raises `UnplannableError`."""
     if (tokens := setting.sequences * setting.tokens) > MOST_TOKENS:
         raise UnplannableError(f"a micro-batch has {tokens} tokens, expected {MOST_TOKENS} at most; make it smaller")
-    how = {"loss": setting.loss, "checkpointing": setting.checkpointing}
-    key = setting.sequences, setting.tokens, *how.values()
+    key = setting.sequences, setting.tokens, setting.loss, setting.checkpointing
     if key not in subject.found:
-        found = activations_of(subject.config, subject.parameters, setting.sequences, setting.tokens, **how)
-        subject.found[key] = found
+        subject.found[key] = peaks_of(subject.config, *key)
     return subject.found[key]
 
 

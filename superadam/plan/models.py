@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,14 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from superadam.plan import UnplannableError
 
 EXPERTS = "grouped_mm"  # their implementation: the sizes of its tensors depend on no values
-
-
-def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Return the same architecture with another number of layers."""
-    values = config.to_dict() | {"num_hidden_layers": layers}
-    if values.get("layer_types"):
-        values["layer_types"] = values["layer_types"][:layers]
-    return type(config)(**values)
 
 
 def build(config: PreTrainedConfig, attention: str | None = None) -> nn.Module:
@@ -48,7 +40,7 @@ def experts_of(config: PreTrainedConfig) -> int:
     return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)
 
 
-def period_of(config: PreTrainedConfig) -> int:
-    """Return after how many layers the kinds of layers repeat."""
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"]
-    return next(p for p in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[p:], strict=False)))
+def layers_of(model: Any) -> list[nn.Module]:
+    """Return the layers, whatever their list is called; none where no list has as many as the configuration says."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return next(([*found] for found in lists if len(found) == model.config.num_hidden_layers), [])

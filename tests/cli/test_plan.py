@@ -15,7 +15,7 @@ from support.presets import peaks_found_once  # noqa: E402, F401
 
 from superadam.cli.console import Console  # noqa: E402
 from superadam.cli.plan.operations import operations  # noqa: E402
-from superadam.plan.models import on_meta  # noqa: E402
+from superadam.plan.memory import Setting, Subject  # noqa: E402
 
 SMALL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "num_hidden_layers": 4}
 SMALL |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -99,8 +99,24 @@ GEMMA = {"model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 4, 
 def test_attention_looks_at_as_many_pairs_as_are_counted(tokens: int, model: dict[str, Any]) -> None:
     config = transformers.AutoConfig.for_model(**SMALL | model, sliding_window=64)
     pairs = sum(min(64, position) for position in range(1, tokens + 1))
-    found = operations(config, on_meta(config), 1, tokens, checkpointing=False).repeated
+    found = operations(Subject.of(config), Setting(1, tokens, checkpointing=False, loss="full")).repeated
     assert found == pytest.approx(0.5 * 4 * 8 * 4 * 4 * pairs, rel=0.04)  # 4 heads in 4 layers
+
+
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_what_is_computed_again_is_counted(checkpointing: bool, loss: Any) -> None:
+    """Layers with checkpointing, and logits that are computed in chunks; what follows backward has both."""
+    subject = Subject.of(transformers.AutoConfig.for_model(**SMALL))
+    once, found = (
+        operations(subject, Setting(2, 64, checkpointing=layers, loss=logits))
+        for layers, logits in ((False, "full"), (checkpointing, loss))
+    )
+    head = 2 * 256 * 64 * 2 * 64
+    layers = once.forward - head
+    assert found.repeated - once.repeated == pytest.approx(checkpointing * layers + (loss == "chunked") * head)
+    shares = found.by_parameter["lm_head.weight"], found.by_parameter["model.layers.0.self_attn.q_proj.weight"]
+    assert shares[0] / shares[1] == pytest.approx(4 * (2 + (loss == "chunked")) / (2 + checkpointing))
 
 
 def test_words_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

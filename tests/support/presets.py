@@ -28,7 +28,7 @@ _FOUND: dict[Any, dict[str, int]] = {}
 @pytest.fixture(scope="module", autouse=True)
 def peaks_found_once() -> Iterator[None]:
     """Find the peaks of a model in a setting once, in a file that imports this; running it again takes seconds."""
-    find: Callable[..., dict[str, int]] = memory.activations_of
+    find: Callable[..., dict[str, int]] = memory.peaks_of
 
     def found(config: Any, *sizes: int, **how: Any) -> dict[str, int]:
         key = config.to_json_string(), sizes, tuple(how.items())
@@ -37,5 +37,5 @@ def peaks_found_once() -> Iterator[None]:
         return _FOUND[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "activations_of", found)
+        patch.setattr(memory, "peaks_of", found)
         yield

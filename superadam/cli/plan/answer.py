@@ -68,9 +68,7 @@ class Answer:
 
 def timing_of(subject: Subject, setting: Setting, machine: Machine, memory: Memory, efficiency: float) -> Timing:
     """Return a step's times at an efficiency; `memory` says what is left on the GPU for state."""
-    counted = operations(
-        subject.config, subject.model, setting.sequences, setting.tokens, checkpointing=setting.checkpointing
-    )
+    counted = operations(subject, setting)
     placement, rate = placement_of(subject, setting), machine.gpu_operations.value * efficiency
     ordered = [(shard, counted.by_parameter.get(name, 0.0)) for name, shard in subject.shards(setting.ranks).items()]
     parts = parts_of(reversed(ordered), placement.bucket_numel)

@@ -59,7 +59,7 @@ def _kind(answer: Answer, category: str) -> Kind:
     kinds = {
         "context and fragments": answer.machine.gpu_reserved.kind,
         "process": answer.machine.host_reserved.kind,
-        "activations": Kind.ASSUMED,  # a line through those of a few layers
+        "activations": Kind.ASSUMED,  # without the kernels' workspaces
         "gathered weights": Kind.ASSUMED,
         "gradients that are reduced": Kind.ASSUMED,
     }
