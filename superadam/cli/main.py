@@ -63,12 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # stderr never fails for a character
         sys.stdout.reconfigure(errors="replace")
     try:
-        try:
-            import torch  # noqa: F401 - every command needs it
-        except (ImportError, OSError) as error:
-            raise UsageError(
-                f"torch cannot be imported ({error}), expected 2.10 or later; pip install torch"
-            ) from error
+        import torch  # noqa: F401 - every command needs it
+    except (ImportError, OSError) as error:
+        return _failed(f"torch cannot be imported ({error}), expected 2.10 or later; pip install torch", USAGE_STATUS)
+    try:
         parsed = build_parser().parse_args(arguments)
         status = int(parsed.run(parsed))
         sys.stdout.flush()

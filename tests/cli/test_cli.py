@@ -69,15 +69,6 @@ def test_a_torch_that_is_missing_is_one_sentence_of_a_command_and_at_the_first_u
     assert re.fullmatch(sentence * 2, done.stderr)
 
 
-@pytest.mark.subprocess
-def test_ctrl_c_while_torch_is_imported_is_one_sentence(tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "superadam", "doctor"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "superadam: interrupted\n")
-
-
 def test_version_is_told(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
