@@ -79,7 +79,7 @@ class HostSum:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Add those that were not added yet, once they have arrived; in any thread."""
-        with deferred_signals(), self._lock, native.usual_float_mode():
+        with deferred_signals(), self._lock, native.UsualFloatMode():
             while self._parts:
                 part, arrived = self._parts[0]
                 arrived.synchronize()
@@ -270,7 +270,7 @@ class TakenGradient:
     def _multiplied(self, values: Tensor) -> Tensor:
         """Apply the factors to values and return them."""
         apply = Factor.apply if values.device == self.device else Factor.apply_on_host
-        with deferred_signals(), native.usual_float_mode():
+        with deferred_signals(), native.UsualFloatMode():
             for factor in self.factors:
                 apply(factor, values)
         return values

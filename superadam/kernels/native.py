@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -368,19 +367,6 @@ def copy(targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes
     )
 
 
-class _UsualFloatMode:
-    __slots__ = ("_saved",)
-
-    def __enter__(self) -> None:
-        self._saved = lib.superadam_float_control_enter()
-
-    def __exit__(self, *error: object) -> None:
-        lib.superadam_float_control_leave(self._saved)
-
-
-_NOTHING = nullcontext()
-
-
 def is_float_mode_usual() -> bool:
     """Return whether arithmetic in the calling thread rounds to nearest and keeps denormals, as in the kernels.
 
@@ -389,9 +375,16 @@ def is_float_mode_usual() -> bool:
     return bool(lib.superadam_float_control_is_usual())
 
 
-def usual_float_mode() -> AbstractContextManager[None]:
-    """Return a context inside which that holds; to be entered at once, by the same thread, with signals deferred."""
-    return _NOTHING if lib.superadam_float_control_is_usual() else _UsualFloatMode()
+class UsualFloatMode:
+    """A context inside which that holds; to be entered and left by the same thread, with signals deferred."""
+
+    __slots__ = ("_saved",)
+
+    def __enter__(self) -> None:
+        self._saved = lib.superadam_float_control_enter()
+
+    def __exit__(self, *error: object) -> None:
+        lib.superadam_float_control_leave(self._saved)
 
 
 def keep_usual_float_mode() -> None:

@@ -230,7 +230,7 @@ class Transaction:
         with (
             deferred_signals(),
             self.lock,
-            native.usual_float_mode(),
+            native.UsualFloatMode(),
             record_function("superadam: step") if is_profiling() else _NOTHING,
         ):
             begin = time.perf_counter()
@@ -619,7 +619,7 @@ class Transaction:
 
         Scalars are computed in the floating-point mode that kernels have.
         """
-        with deferred_signals(), self.lock, native.usual_float_mode():
+        with deferred_signals(), self.lock, native.UsualFloatMode():
             begin = time.perf_counter()
             try:
                 with record_function(f"superadam: {counter.partition('_')[0]}") if is_profiling() else _NOTHING:

@@ -189,11 +189,11 @@ def test_a_gpu_promotes_a_gradient_without_dimensions() -> None:
 
 
 def test_no_handler_leaves_another_floating_point_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(mode: Any, *error: Any, leave: Any = native._UsualFloatMode.__exit__) -> None:
+    def interrupted(mode: Any, *error: Any, leave: Any = native.UsualFloatMode.__exit__) -> None:
         signal.raise_signal(signal.SIGINT)
         leave(mode, *error)
 
-    monkeypatch.setattr(native._UsualFloatMode, "__exit__", interrupted)
+    monkeypatch.setattr(native.UsualFloatMode, "__exit__", interrupted)
     taken = TakenGradient(irregular(4))
     taken.record(Factor(MULTIPLY, 0.5))
     with flushed_denormals():

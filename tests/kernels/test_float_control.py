@@ -67,14 +67,14 @@ def test_the_usual_mode_is_recognized_and_restored(setting):
     with setting():
         before = control_register()
         assert not native.is_float_mode_usual()
-        with native.usual_float_mode():
+        with native.UsualFloatMode():
             assert control_register() == usual
             assert native.is_float_mode_usual()
         assert control_register() == before
-        with suppress(KeyError), native.usual_float_mode():
+        with suppress(KeyError), native.UsualFloatMode():
             raise KeyError
         assert control_register() == before
-    with native.usual_float_mode():
+    with native.UsualFloatMode():
         assert control_register() == usual
     assert native.is_float_mode_usual()
 
