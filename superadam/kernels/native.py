@@ -137,18 +137,6 @@ def available_isas() -> list[str]:
     return [name for name, status in known_isas().items() if status == "runnable"]
 
 
-def _checked_isa(name: str) -> str:
-    status = known_isas().get(name)
-    if status == "runnable":
-        return name
-    reasons = {
-        None: "is not an instruction set of this architecture",
-        "not compiled": "was not compiled into this build",
-        "not supported": "is not supported by this CPU",
-    }
-    raise ValueError(f"SUPERADAM_ISA {name!r} {reasons[status]}; available here: {', '.join(available_isas())}")
-
-
 def active_isa() -> str:
     """Return the instruction set in use: `SUPERADAM_ISA` if that is set at the first call, else the best runnable one.
 
@@ -159,8 +147,11 @@ def active_isa() -> str:
     """
     global _active
     if _active is None:
-        forced = os.environ.get("SUPERADAM_ISA")
-        _active = _checked_isa(forced) if forced else available_isas()[0]
+        forced, available = os.environ.get("SUPERADAM_ISA"), available_isas()
+        if forced and forced not in available:
+            reason = known_isas().get(forced, "not an instruction set of this architecture")
+            raise ValueError(f"SUPERADAM_ISA {forced!r} is {reason}; available here: {', '.join(available)}")
+        _active = forced or available[0]
         if _active == "scalar" and not forced:
             missing = ", ".join(f"{name} is {status}" for name, status in known_isas().items() if status != "runnable")
             _logger.warning(

@@ -149,19 +149,13 @@ def test_the_environment_forces_an_isa(isa, monkeypatch, caplog):
     assert not caplog.records  # also where it is scalar, as that was asked for
 
 
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        (None, "is not an instruction set of this architecture"),
-        ("not compiled", "was not compiled into this build"),
-        ("not supported", "is not supported by this CPU"),
-    ],
-)
-def test_an_isa_that_cannot_run_raises(status, reason, monkeypatch):
+@pytest.mark.parametrize("status", [None, "not compiled", "not supported"])
+def test_an_isa_that_cannot_run_raises(status, monkeypatch):
     known = {"mmx": status, "scalar": "runnable"} if status else {"scalar": "runnable"}
     monkeypatch.setattr(native, "known_isas", lambda: known)
     monkeypatch.setenv("SUPERADAM_ISA", "mmx")
-    with pytest.raises(ValueError, match=f"SUPERADAM_ISA 'mmx' {reason}; available here: scalar"):
+    reason = status or "not an instruction set of this architecture"
+    with pytest.raises(ValueError, match=f"SUPERADAM_ISA 'mmx' is {reason}; available here: scalar"):
         superadam.active_isa()
 
 

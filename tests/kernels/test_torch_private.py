@@ -327,12 +327,16 @@ def _() -> bool:
     return seen == [1, 1, 1, 1, 0, 0]
 
 
-@relied_on("sets the version counters of tensors, handles too", "_C._autograd._unsafe_set_version_counter")
+@relied_on(
+    "sets the version counters of tensors and their aliases, also without memory",
+    "_C._autograd._unsafe_set_version_counter",
+)
 def _() -> bool:
     one, other = torch.zeros(2), without_memory()
+    alias = one.detach()
     torch_private.raise_versions([one, other], [70, 2**31])
     one.add_(1)
-    return (one._version, other._version) == (71, 2**31)
+    return (one._version, alias._version, other._version) == (71, 71, 2**31)
 
 
 @relied_on("copies each tensor of a list to one of another dtype and layout", "_foreach_copy_")

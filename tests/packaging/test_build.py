@@ -126,7 +126,7 @@ if IS_X86:
 
     def test_a_cpu_without_avx2_refuses_it():
         said = run_elsewhere(INSTALLED, emulate("Nehalem"), SUPERADAM_ISA="avx2")
-        assert "SUPERADAM_ISA 'avx2' is not supported by this CPU; available here: scalar" in said
+        assert "SUPERADAM_ISA 'avx2' is not supported; available here: scalar" in said
 
     def test_a_cpu_without_avx512_uses_avx2():
         report = run_elsewhere(INSTALLED, emulate("Haswell"))
