@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import (
+    MOST_FACTORS,
     Factor,
     FactorKind,
     GradientHolder,
@@ -417,17 +418,17 @@ def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
 def _record(factor: Factor, operation: Any, target: Any, *arguments: Any) -> None:
     """Record a product on the gradients that were taken, and apply it to the other tensors.
 
-    Where the present mode counts, it is applied to all.
+    Where the present mode counts, or one of them has `MOST_FACTORS`, it is applied to all.
     """
     is_list = not isinstance(target, Tensor)
     ordinary, handles = list[Tensor](), list[Any]()
     for tensor in target if is_list else [target]:
         (ordinary if _taken(tensor) is None else handles).append(tensor)
-    is_made_now, left = needs_present_mode(handle.taken for handle in handles), list[Tensor]()
+    every, left = [handle.taken for handle in handles], list[Tensor]()
+    is_made_now = needs_present_mode(every) or any(len(taken.factors) >= MOST_FACTORS for taken in every)
     if ordinary:  # before anything is recorded, because torch may refuse them
         _run(operation, (ordinary if is_list else target, *arguments), {})
-    for handle in handles:
-        taken = handle.taken
+    for handle, taken in zip(handles, every, strict=True):
         is_made = taken.record(factor) if not is_made_now else taken.is_unrounded and taken.multiply(factor)
         if not is_made:  # also where another thread has given it back
             left.append(handle)

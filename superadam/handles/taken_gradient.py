@@ -294,9 +294,9 @@ class TakenGradient:
 
     @_change
     def multiply(self, factor: Factor) -> None:
-        """Make a product at once, in the floating-point mode of the thread; of an unrounded gradient on the CPU."""
+        """Make a product at once, in the floating-point mode of the thread; of an unrounded gradient."""
         product = self.scaled().clone()
-        factor.apply(product)
+        (factor.apply if product.device == self.device else factor.apply_on_host)(product)
         self._become(product)
 
     def scale(self) -> float | None:
@@ -416,6 +416,10 @@ class TakenGradient:
         self.given = given
         self.alias = self.pending = given.detach()
         self.factors, self._sent, self._joined = (), None, None
+
+
+MOST_FACTORS = 16
+"""Products that are recorded of one gradient: more than programs make in a step, but some clip old ones for ever."""
 
 
 def needs_present_mode(gradients: Iterable[TakenGradient]) -> bool:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam import SpeculativeCPUAdam
 from superadam.handles.gradient_handle import GradientHandle, is_exclusive, is_held, take_gradient, taken_of
-from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
+from superadam.handles.taken_gradient import MOST_FACTORS, GradientHolder, HostSum, TakenGradient
 
 
 def bits(value: Any) -> Any:
@@ -813,6 +813,24 @@ def test_a_gradient_that_was_written_to_a_million_times_is_taken_and_given_back_
         assert tracemalloc.get_traced_memory()[1] < 10**5  # and so no list of a million
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("is_unrounded", [False, True])
+def test_an_old_gradient_that_is_clipped_for_ever_records_few_products(is_unrounded: bool) -> None:
+    """Each reads the gradient with all products so far: without a limit, the next takes longer than the one before."""
+    gradient = torch.linspace(-3, 5, 64)
+    parameter: Any = _with_gradient(gradient.clone())
+    plain = _with_gradient(gradient.clone())
+    owner = Owner(parameter)
+    taken = take_gradient(parameter, owner)
+    assert taken is not None
+    if is_unrounded:
+        taken.become_sum(torch.empty(64))
+    for step in range(60):
+        norms = [clip_grad_norm_([each], 4.0 - 0.05 * step) for each in (parameter, plain)]
+        assert bits(norms[0]) == bits(norms[1])
+        assert len(taken.factors) <= MOST_FACTORS
+    assert bits(parameter.grad + 0) == bits(plain.grad)
 
 
 # -- traps -------------------------------------------------------------------------------------------------------------
