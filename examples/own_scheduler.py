@@ -45,7 +45,9 @@ class OverlappedAdamW(SpeculativeCPUAdamW):
         if self._is_new:
             self._is_new = False
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            self._open.append(OffloadScheduler(self, nn.ParameterList(parameters)))
+            # Of tensors that are no parameters, which optimizers take, too, the list would make new ones.
+            model = nn.ParameterList([one for one in parameters if isinstance(one, nn.Parameter)])
+            self._open.append(OffloadScheduler(self, model))
 
     def close(self) -> None:
         """Close the scheduler; training may go on without one."""

@@ -161,6 +161,24 @@ def test_optimizer_that_was_closed_trains_on_and_is_freed(overlapped: Any) -> No
     assert (model(), optimizer()) == (None, None)
 
 
+def test_tensors_that_are_no_parameters_overlap_and_train_as_ever(overlapped: Any) -> None:
+    """Alone, as those that are fitted to data, and next to parameters and integers that are not trained."""
+    ends = []
+    for kind in (overlapped.OverlappedAdamW, SpeculativeCPUAdamW):
+        for others in ([], [nn.Parameter(torch.ones(64)), torch.ones(3, dtype=torch.int8)]):
+            points = torch.zeros(64, dtype=torch.bfloat16, requires_grad=True)
+            optimizer = kind([points, *others], lr=3e-3)
+            for step in range(4):
+                optimizer.zero_grad()
+                (points - step - 1).float().square().sum().backward()
+                optimizer.step()
+            ends.append(frozen([points.detach(), optimizer.state_dict()]))
+            if kind is overlapped.OverlappedAdamW:
+                assert optimizer.statistics.accepted > 0
+                optimizer.close()
+    assert ends[:2] == ends[2:]
+
+
 def recipe_model() -> nn.Module:
     torch.default_generator.manual_seed(3)
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(torch.bfloat16)
