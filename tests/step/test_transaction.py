@@ -128,6 +128,12 @@ class SpeculativeRun(RuleBasedStateMachine):
         for one in self.reference.parameters:
             one.adopt()
 
+    def adopt_anew(self) -> None:
+        """What puts other masters in the place of the state's forgets what these were before writes."""
+        self.adopt()
+        for one in self.reference.parameters:
+            one.former = None
+
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @rule(kind=KINDS, seed=SEEDS, size=SIZES, absent=st.integers(0, 7), is_held=st.booleans())
@@ -278,7 +284,7 @@ class SpeculativeRun(RuleBasedStateMachine):
     def copy_everything(self) -> None:
         """Continue in a copy, without the gradients."""
         self.optimizer = copy.deepcopy(self.optimizer)
-        self.adopt()
+        self.adopt_anew()
         for one in self.plain:
             one.grad = None
 
@@ -286,7 +292,7 @@ class SpeculativeRun(RuleBasedStateMachine):
     def load_own_state(self) -> None:
         """Gradients stay, with what was recorded on them."""
         self.optimizer.load_state_dict(self.optimizer.state_dict())
-        self.adopt()
+        self.adopt_anew()
 
     @rule(seed=SEEDS, dtype=st.sampled_from(DTYPES))
     def add_group(self, seed: int, dtype: torch.dtype) -> None:

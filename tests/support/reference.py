@@ -47,7 +47,12 @@ def rounded(values: Array, dtype: torch.dtype) -> Array:
 
 @dataclass
 class Parameter:
-    """One parameter's state, flat; `written` is what the model computes with where that was not adopted yet."""
+    """One parameter's state, flat.
+
+    Attributes:
+        written: what the model computes with, where that was not adopted yet.
+        former: the master before the first write that was adopted since its last step; None without any.
+    """
 
     p: Array
     dtype: torch.dtype
@@ -55,6 +60,7 @@ class Parameter:
     v: Array = field(init=False)
     vmax: Array = field(init=False)
     written: Array | None = None
+    former: Array | None = None
     step: int = 0
     form: Format = Format.PLAIN
 
@@ -70,10 +76,11 @@ class Parameter:
         self.written = np.where(where, rounded(values.astype(self.p.dtype), self.dtype), self.shown)
 
     def adopt(self) -> None:
-        """Take over the elements of the model's parameter that are not the rounded master."""
+        """Take over the elements of the model's parameter that are not the rounded master, as it was before writes."""
         if self.written is not None:
-            changed = differing(rounded(self.p, self.dtype), self.written)
-            self.p, self.written = np.where(changed, self.written, self.p), None
+            self.former = self.p if self.former is None else self.former
+            changed = differing(rounded(self.former, self.dtype), self.written)
+            self.p, self.written = np.where(changed, self.written, self.former), None
 
 
 def form_of(tensor: Tensor, moments: str, master: str) -> Format:
@@ -106,6 +113,7 @@ class Synchronous:
         """Make one step with flat gradients by position; return its kind and norm."""
         for i in gradients:
             self.parameters[i].adopt()
+            self.parameters[i].former = None
         norm, is_finite = self.norm_of(gradients)
         if not is_finite:
             return StepKind.SKIPPED, norm
