@@ -163,6 +163,7 @@ def pack_gradients(
             destination[place : place + gradient.numel()].copy_(in_memory_order(gradient), non_blocking=True)
         return
 
+    (source,) = {gradient.dtype for gradient in gradients}  # as others would be read past their ends
     base, size = destination.data_ptr(), destination.element_size()
     begins, places = addresses_of(gradients), np.array(offsets, np.int64)
     with on(device):
@@ -175,7 +176,7 @@ def pack_gradients(
             base,
             0 if sums is None else sums.data_ptr(),
             0 if nonfinite is None else nonfinite.data_ptr(),
-            SOURCE=int(DTYPES[gradients[0].dtype]),
+            SOURCE=int(DTYPES[source]),
             LINK=int(DTYPES[destination.dtype]),
             LINK_BYTES=size,
             HAS_SUMS=sums is not None,

@@ -453,8 +453,15 @@ def test_tensors_of_more_than_32_bits(compilers, name):
 PARTS, PLANTS, SHARE = range(2), 150, 0.95
 
 SURVIVORS = {
-    "adam_kernel `vmax = tl.where((vmax < v) | (v != v), v, vmax)` predicates: setp.gt.f32 becomes setp.ge.f32": (
-        "where both are equal, either has these bits, as squares have no sign"
+    **dict.fromkeys(
+        (
+            "adam_kernel `vmax = tl.where((vmax < v) | (v != v), v, vmax)` predicates: setp.gt.f32 becomes setp.ge.f32",
+            "adam_kernel `vmax = tl.where((vmax < v) | (v != v), v, vmax)` predicates: setp.gt.f64 becomes setp.ge.f64",
+        ),
+        "where both are equal, either has these bits, as squares have no sign",
+    ),
+    "adam_kernel `if rest >= BLOCK:` predicates: setp.lt.s64 becomes setp.le.s64": (
+        "a whole block with masks gets the same values"
     ),
     "scatter_kernel `if rest >= BLOCK:  # without masks loads can be as wide as the addresses allow` predicates: "
     "setp.lt.s64 becomes setp.le.s64": "a whole block with masks gets the same values",

@@ -153,3 +153,11 @@ def test_memory_out_of_reach_is_told(monkeypatch, caplog):
     monkeypatch.setattr(language, "_obstacle_on", lambda device: None)
     assert obstacle(ON_GPU) is None
     assert len(caplog.records) == 1
+
+
+@needs_triton
+def test_gradients_of_several_dtypes_are_refused_before_anything_is_read():
+    packed = torch.zeros(128, device=DEVICE)
+    with pytest.raises(ValueError, match="too many values"):
+        gpu.pack_gradients([torch.ones(64, device=DEVICE), torch.ones(64, device=DEVICE).half()], [0, 64], packed)
+    assert not packed.any()

@@ -26,6 +26,8 @@ def ramp(numel: int, dtype: torch.dtype = torch.float32, begin: float = 1.0) -> 
 
 
 def pack(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Pack those of the first one's dtype: a launch reads one."""
+    tensors = [tensor for tensor in tensors if tensor.dtype == tensors[0].dtype]
     offsets = [64 * position for position in range(len(tensors))]
     buffer = torch.zeros(64 * len(tensors), dtype=torch.float32, device=DEVICE)
     sums = torch.zeros(len(tensors), dtype=torch.float64, device=DEVICE)
