@@ -154,6 +154,9 @@ def pack_gradients(
         sums: float64, 1-D, on the device: receives the sum of squares of the converted elements of each chunk of 4096
             elements of a gradient, in the order of `gradients`. None for no norm.
         nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
+
+    Raises:
+        ValueError: several dtypes; nothing was enqueued.
     """
     if not gradients:
         return
@@ -163,7 +166,12 @@ def pack_gradients(
             destination[place : place + gradient.numel()].copy_(in_memory_order(gradient), non_blocking=True)
         return
 
-    (source,) = {gradient.dtype for gradient in gradients}  # as others would be read past their ends
+    source, *others = {gradient.dtype for gradient in gradients}
+    if others:  # which would be read past their ends
+        raise ValueError(
+            f"superadam.gpu.pack_gradients got gradients of {len(others) + 1} dtypes, expected one; pack those of each "
+            "by themselves"
+        )
     base, size = destination.data_ptr(), destination.element_size()
     begins, places = addresses_of(gradients), np.array(offsets, np.int64)
     with on(device):

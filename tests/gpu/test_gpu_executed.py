@@ -1,4 +1,4 @@
-"""The kernels as Triton compiles them for GPUs: accesses are wide, few registers spill; executed, they have CPU bits.
+"""The kernels as Triton compiles them for GPUs: accesses are wide, nothing spills; executed, they have the CPU's bits.
 
 `support.ptx` executes the launches that production makes, as they are compiled for NVIDIA's GPUs, without one. It knows
 no operation that would round otherwise, and notices accesses that a GPU would not allow. What NVIDIA's assembler makes
@@ -306,8 +306,6 @@ def check(request: Request, code: Code) -> None:
     """Check that a variant is fit for any kernel; executed, it has the bits of the CPU, by every instruction."""
     assert code.relaxed == 0
     assert code.keeps_denormals
-    # NVIDIA's assembler spills up to four registers of some variants of Adam, to have more threads at once.
-    assert code.spilled <= (32 if code.ptx else 0)
     assert code.count(r"v_(cvt_pkrtz|cvt_sr|exp|log|mad|mac|fract|dot).*_f\d\d.*") == 0
     assert code.count(r"(atom|red)\..*|.*_atomic_.*") == 0
     CODE_CHECKS[request.kernel](code, request.target, *request.arguments)
@@ -315,6 +313,7 @@ def check(request: Request, code: Code) -> None:
         with executing(code) as executed:
             CHECKS[request.kernel](*request.arguments)
         assert len(executed) == len(ptx.parse(code.ptx).instructions)
+    assert code.spilled == 0  # last, so that what spills is executed, too
 
 
 NAMES = {

@@ -158,6 +158,6 @@ def test_memory_out_of_reach_is_told(monkeypatch, caplog):
 @needs_triton
 def test_gradients_of_several_dtypes_are_refused_before_anything_is_read():
     packed = torch.zeros(128, device=DEVICE)
-    with pytest.raises(ValueError, match="too many values"):
+    with pytest.raises(ValueError, match="gradients of 2 dtypes, expected one; pack those of each"):
         gpu.pack_gradients([torch.ones(64, device=DEVICE), torch.ones(64, device=DEVICE).half()], [0, 64], packed)
     assert not packed.any()
