@@ -46,7 +46,8 @@ class Placement:
         gpu_buckets: number of last-ready buckets whose state stays on the device, where their steps are made.
         bucket_numel: elements that travel and are speculated on together.
         transfer_dtype: dtype in which gradients travel to the host; None for their own.
-        num_threads: CPU threads that speculate while the model computes; 0 leaves all work to `step()`.
+        num_threads: CPU threads that speculate while the model computes; 0, which "auto" alone chooses, leaves all work
+            to `step()`.
     """
 
     gpu_buckets: int
