@@ -1,8 +1,9 @@
 """Placement: where each bucket's step is made, how large buckets are, how gradients travel, and on how many cores.
 
-No choice changes a bit of the result, so placements may be tried and changed in the middle of training. How many
-buckets stay on the device is chosen by how late the worker was in the last steps, for as long as training goes on,
-because batch sizes change and layers get frozen. Everything else is chosen before the first step.
+What is chosen here changes no bit of the result (a narrower dtype is only ever asked for), so placements may be tried
+and changed in the middle of training. How many buckets stay on the device is chosen by how late the worker was in the
+last steps, for as long as training goes on, because batch sizes change and layers get frozen. Everything else is chosen
+before the first step.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Placement:
         gpu_buckets: number of last-ready buckets whose state stays on the device, where their steps are made.
         bucket_numel: elements that travel and are speculated on together.
         transfer_dtype: dtype in which gradients travel to the host; None for their own.
-        num_threads: CPU threads that speculate while the model computes; 0 leaves all work to `step()`.
+        num_threads: CPU threads that speculate while the model computes; 0, which "auto" alone chooses, leaves all work
+            to `step()`.
     """
 
     gpu_buckets: int

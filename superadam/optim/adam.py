@@ -101,8 +101,8 @@ class SpeculativeCPUAdam(Optimizer):
         on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; either way
             nothing is changed.
         moments: how `exp_avg` and `exp_avg_sq` are stored, in 4 bytes each ("fp32"), 2 ("bf16"), or 1 ("8bit", where
-            the last of two or more dimensions is a multiple of 64; not with amsgrad). Steps compute in fp32 all the
-            same, but continue from what was stored, so that it changes results:
+            the last of two or more dimensions is a multiple of 64, else 2; not with amsgrad). Steps compute in fp32
+            all the same, but continue from what was stored, so that it changes results:
             https://github.com/superadam/superadam/blob/main/docs/smaller_state.md
         master: how masters of bf16 and fp16 working copies are stored, in 4 bytes ("fp32") or 3 ("24bit"), which
             changes results as well.

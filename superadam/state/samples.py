@@ -2,7 +2,7 @@
 
 Each step compares blocks of 8 adjacent elements of each working copy with the rounded master: the first elements, the
 last ones, and about one block for each 4096 elements in between, up to 64. After one difference, this step and the next
-`FULL_STEPS` compare every element, because such a program writes again. `docs/design.md` says which programs it finds.
+`FULL_STEPS` compare every element, because such a program writes again. `docs/guarantees.md` lists what is found.
 
 Rows are compared between commit and verdict. A working copy is then the rounded master, unless others have written to
 either; a master that others wrote to is left as it is.

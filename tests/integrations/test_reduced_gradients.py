@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from superadam import SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import ReducedGradients, take_reduced_gradients
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -154,6 +155,15 @@ def test_gradients_that_were_there_before_stay_ordinary():
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(local(parameter.grad), 2 * gradient)
     optimizer.step()
+
+
+@pytest.mark.parametrize("transfer_dtype", ["auto", torch.bfloat16], ids=str)
+def test_a_scheduler_has_room_for_unrounded_gradients(transfer_dtype):
+    model, optimizer = reduced()
+    with OffloadScheduler(optimizer, model, device=SimulatedDevice(0), transfer_dtype=transfer_dtype) as scheduler:
+        backward(model)
+        optimizer.step()
+        assert scheduler._needs.pending == scheduler.statistics.downloaded_bytes > 0
 
 
 def test_nothing_that_fails_is_attached(monkeypatch):
