@@ -113,9 +113,11 @@ RULES: tuple[Callable[[Kernel], Iterator[Change]], ...] = (operators, operands, 
 def described(kernel: str, rule: Callable[..., object], one: Instruction, other: Instruction) -> str:
     """Return what stays the same from one variant of a kernel, and from one version of Triton, to many others.
 
-    That is the rule, the line of the source, and what became of the instruction there, without its operands.
+    That is the rule, the line of the source, and what became of the instruction there, without names of registers.
     """
     changes = [f"{one.name} becomes {other.name}"] if one.name != other.name else [one.name]
+    registers = [part for part in other.operands if isinstance(part, str) and part.startswith("%")]
+    changes += ["of another register"] * any(part not in one.operands for part in registers)
     if (one.guard, one.negated) != (other.guard, other.negated):
         changes.append("for other threads" if other.guard else "for all threads")
     return f"{kernel} `{source_line(one.place)}` {rule.__name__}: {', '.join(changes)}"
