@@ -196,6 +196,17 @@ def test_other_tensors_can_be_put_into_an_entry() -> None:
         train(optimizer, 4)
 
 
+def test_tensors_in_another_layout_can_be_put_into_an_entry() -> None:
+    values = torch.linspace(0, 1, 512).view(64, 8).t()
+    results = []
+    for put in (values, values.contiguous()):
+        optimizer = trained(make())
+        first(optimizer)["exp_avg"] = put
+        trained(optimizer, [2])
+        results.append([value.tolist() for value in first(optimizer).values()])
+    assert results[0] == results[1]
+
+
 def test_an_entry_is_a_dict() -> None:
     entry = first(trained(make()))
     unread = Entry(raw(entry))
