@@ -467,7 +467,7 @@ SURVIVORS = {
     "scatter_kernel `tl.store(target + index, tl.load(source + index, index < rest), index < rest)` operands: or.b32, "
     "of another register": "eight times a thread's number, before the bits are masked off that no thread of 128 has",
     "pack_kernel `stored = tl.load(source + index, index < rest, other=0) if IS_PARTIAL else tl.load(source + index)` "
-    "operators: shl.b16 becomes shr.u16": "where an element exists, so do those before it, whose bit this sets, too",
+    "operators: shl.b16 becomes shr.u16": "the bit of the last one in a word of masks, whose load asks its predicate",
     "pack_kernel `for first in range(0, rows, ahead):` predicates: setp.lt.s64 becomes setp.le.s64": (
         "once more round the loop, in which every element is masked"
     ),
