@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.optimizers import EACH_DTYPE, PAIRS, make, trained
 from support.visible import bits, entry_bits, give_gradients, parameter, parameters_of, state_bits, train
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.testing._internal.common_optimizers import optim_db
 
 INFOS = {info.optim_cls: info for info in optim_db}
@@ -169,3 +170,34 @@ def test_state_dict_between_named_and_unnamed_parameters(name: str, is_named: bo
         assert fresh.param_groups[0].get("param_names") == reference.param_groups[0].get("param_names")
         assert fresh.param_groups[0]["param_names"] == ["weight", "bias"]
         trained(fresh)
+
+
+def test_order_of_memory_that_changes_during_training() -> None:
+    """As torch's default implementation; its fused kernel would give elements the moments of others."""
+    ends = []
+    for cls, options in ((CASES["AdamW"][0], {}), (torch.optim.AdamW, {"foreach": False})):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(4, 64, 3)
+        optimizer = cls(model.parameters(), lr=0.01, **options)
+        for step in range(4):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            (model(torch.randn(2, 4, 6, 6)) - 1).square().mean().backward()
+            optimizer.step()
+        ends.append([one.detach() for one in model.parameters()])
+    for ours, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)  # the two of torch's round differently
+
+
+def test_state_that_is_asked_for_before_the_first_step() -> None:
+    """Torch's checkpoints make a step to get it, which torch counts."""
+    counts = []
+    for cls in (CASES["AdamW"][0], torch.optim.AdamW):
+        model = torch.nn.Linear(8, 8)
+        optimizer = cls(model.parameters())
+        get_optimizer_state_dict(model, optimizer)
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        counts.append({int(entry["step"]) for entry in optimizer.state.values()})
+    assert counts == [{1}, {2}]
