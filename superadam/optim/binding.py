@@ -29,11 +29,11 @@ from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.memory import has_memory, is_expanded
-from superadam.kernels.places import sharing
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, pieces_of
+from superadam.state.places import sharing
 from superadam.state.resident import ResidentStates
 from superadam.state.storage import Storage
 from superadam.state.table import ParameterTable, Runs

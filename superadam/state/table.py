@@ -14,11 +14,10 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.places import ADDRESS, NOWHERE, compare, places_of
-from superadam.state.fingerprints import Fingerprints
 from superadam.state.new_values import NewValues, Patch, Shadow
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ARRAYS, SECONDS, TENSORS, ParameterState, Pending, Piece, part_of
+from superadam.state.places import ADDRESS, NOWHERE, Fingerprints, compare, places_of
 from superadam.state.resident import ResidentStates
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
