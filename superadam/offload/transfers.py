@@ -27,8 +27,8 @@ from superadam.offload.placement import PACKED_UNDER_WAY, room_for_new_values
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.new_values import NewValues, Shadow
-from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Piece, Slot
+from superadam.state.table import GradientNorm
 
 
 class _HeldBytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from superadam.distributed.agreement import RanksNorm
-from superadam.state.norm import GradientNorm
+from superadam.state.table import GradientNorm
 
 _EPSILON = 1e-6  # which clip_grad_norm_ adds to the norm before it divides
 
