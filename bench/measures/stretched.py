@@ -27,8 +27,8 @@ from superadam.cli.plan.schedule import buckets_of, parts_of
 from superadam.devices import Stream
 from superadam.offload.placement import Placement, numel_of_buckets
 from superadam.plan.events import Passes, Rates, Work, simulate
-from superadam.state.norm import GradientNorm
 from superadam.state.parameter import Pending, Phase, Piece, Prediction
+from superadam.state.table import GradientNorm
 from superadam.step.transaction import Transaction
 
 FORWARD_SHARE = 1 / 3

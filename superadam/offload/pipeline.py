@@ -14,7 +14,6 @@ from superadam.devices import Event, Stream
 from superadam.devices.worker import Worker
 from superadam.handles.taken_gradient import HostSum
 from superadam.host.signals import THIS_THREAD
-from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import MayLackMemory
@@ -23,7 +22,7 @@ from superadam.offload.placement import Autotuner, Work
 from superadam.offload.prediction import Predictor
 from superadam.offload.transfers import Transfers, norm_in
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece
-from superadam.step.outcome import Applied
+from superadam.step.outcome import Applied, tell
 from superadam.step.transaction import Transaction
 
 

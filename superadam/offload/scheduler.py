@@ -26,7 +26,6 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 from superadam.host import forks
 from superadam.host.signals import THIS_THREAD, deferred_signals
-from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
@@ -43,7 +42,7 @@ from superadam.optim.arguments import parameters_of
 from superadam.optim.binding import hyper_by_row
 from superadam.state.parameter import pieces_of
 from superadam.state.resident import ResidentStates
-from superadam.step.outcome import Applied, StepOutcome
+from superadam.step.outcome import Applied, StepOutcome, tell
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")

@@ -19,7 +19,6 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import AllEvents, ChunkSums
 from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
 from superadam.host.signals import THIS_THREAD, deferred_signals
-from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import MayLackMemory, foreach_norm, is_short_of_memory
@@ -27,8 +26,9 @@ from superadam.offload.placement import PACKED_UNDER_WAY, room_for_new_values
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.new_values import NewValues, Shadow
-from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Piece, Slot
+from superadam.state.table import GradientNorm
+from superadam.step.outcome import tell
 
 
 class _HeldBytes:

@@ -25,20 +25,19 @@ from superadam.distributed.replicas import warn_of_others
 from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import THIS_THREAD, deferred_signals
-from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.memory import has_memory, is_expanded
-from superadam.kernels.places import sharing
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, pieces_of
+from superadam.state.places import sharing
 from superadam.state.resident import ResidentStates
 from superadam.state.storage import Storage
 from superadam.state.table import ParameterTable, Runs
 from superadam.step.gradients import hyper_of_each
-from superadam.step.outcome import Applied, Statistics, StepOutcome
+from superadam.step.outcome import Applied, Statistics, StepOutcome, tell
 from superadam.step.transaction import Transaction
 
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")

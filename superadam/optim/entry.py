@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import torch_private
-from superadam.kernels.places import address_of
 from superadam.state import compact
 from superadam.state.parameter import SECONDS, ParameterState, flat
+from superadam.state.places import address_of
 
 Lock = Callable[[], AbstractContextManager[object]]
 """Returns the lock of an optimizer."""

@@ -22,10 +22,10 @@ from superadam.distributed import shards
 from superadam.handles.gradient_handle import is_held, is_uncounted
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import number_of
-from superadam.kernels.places import VERSION, address_of, places_of, sharing
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
 from superadam.state.parameter import TENSORS, ParameterState, differing
+from superadam.state.places import VERSION, address_of, places_of, sharing
 from superadam.state.table import ParameterTable
 
 

@@ -22,9 +22,9 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
-from superadam.kernels.places import VERSION, places_of
 from superadam.kernels.torch_private import dtensor_like
 from superadam.state import compact
+from superadam.state.places import VERSION, places_of
 from superadam.state.storage import Master, Moments, Storage, dense
 from superadam.state.uncertain import NARROWER, Listed
 

@@ -1,9 +1,14 @@
-"""All parameters of one optimizer, and their pieces, as rows of pointers; the kernel passes over chosen rows."""
+"""All parameters of one optimizer, and their pieces, as rows of pointers; the kernel passes over chosen rows.
+
+A pass reads the hyper-parameters of a `CoefficientTable`, and sums squares into a `GradientNorm`.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +19,9 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.places import ADDRESS, NOWHERE, compare, places_of
-from superadam.state.fingerprints import Fingerprints
 from superadam.state.new_values import NewValues, Patch, Shadow
-from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ARRAYS, SECONDS, TENSORS, ParameterState, Pending, Piece, part_of
+from superadam.state.places import ADDRESS, NOWHERE, Fingerprints, compare, places_of
 from superadam.state.resident import ResidentStates
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
@@ -51,6 +54,42 @@ class CoefficientTable:
     def array(self) -> npt.NDArray[np.void]:
         """Return the sets as kernels read them."""
         return np.array([coefficients.row() for coefficients in self.sets], native.COEFFICIENTS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientNorm:
+    """Norm of gradients: sum of squares and number of Inf and NaN for each chunk of each gradient, in order."""
+
+    sums: npt.NDArray[np.float64]
+    nonfinite: npt.NDArray[np.int64]
+
+    @staticmethod
+    def zeros(chunks: int) -> GradientNorm:
+        """Return a norm of this number of chunks, all zero."""
+        return GradientNorm(np.zeros(chunks, np.float64), np.zeros(chunks, np.int64))
+
+    def copy(self) -> GradientNorm:
+        """Return an independent copy."""
+        return GradientNorm(self.sums.copy(), self.nonfinite.copy())
+
+    def clear(self, where: slice = slice(None)) -> None:
+        """Set entries to zero."""
+        self.sums[where] = 0
+        self.nonfinite[where] = 0
+
+    def scale(self, where: slice, factor: float) -> None:
+        """Multiply the gradients of these entries by a factor, an fp32 number that is not 0."""
+        self.sums[where] *= factor * factor
+
+    @property
+    def count(self) -> int:
+        """Number of Inf and NaN."""
+        return int(self.nonfinite.sum())
+
+    @property
+    def total(self) -> float:
+        """The 2-norm, summed in the order of the entries."""
+        return math.sqrt(native.ordered_sum(self.sums))
 
 
 class ParameterTable:

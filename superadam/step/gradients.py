@@ -13,8 +13,8 @@ from torch import Tensor
 from superadam.handles.gradient_handle import GradientHandle
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.places import gradients_of
 from superadam.state.parameter import ParameterState
+from superadam.state.places import gradients_of
 from superadam.state.table import ParameterTable, Rows, Runs, Segments
 
 _ORDINARY = {Tensor, GradientHandle, type(None)}  # others may be DTensors

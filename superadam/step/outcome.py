@@ -1,16 +1,26 @@
-"""The outcome of a step, judged by the norm of its gradients, and the optimizer's statistics."""
+"""What is told of a step: its outcome, judged by the norm of its gradients, what it did to them, and statistics.
+
+Listeners of what is done already, as statistics, traces and what learns from steps, can neither fail it nor change it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from superadam.distributed.agreement import RanksNorm
-from superadam.state.norm import GradientNorm
+from superadam.host.signals import THIS_THREAD
+from superadam.state.table import GradientNorm
 
 _EPSILON = 1e-6  # which clip_grad_norm_ adds to the norm before it divides
+
+_logger = logging.getLogger("superadam")
+_failed: set[str] = set()  # whose errors were logged
 
 
 class StepKind(enum.StrEnum):
@@ -134,3 +144,19 @@ class Statistics:
     def steps(self) -> int:
         """Steps of all kinds."""
         return self.committed + self.clipped + self.skipped
+
+
+def tell(what: str, listener: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a listener of what is done already; return what it returns, None where it raised an `Exception`.
+
+    Such an error is logged under the name of `what`, once in a process.
+    """
+    with THIS_THREAD.without_handlers:  # what a signal's handler raises is the program's
+        try:
+            return listener(*arguments, **options)
+        except Exception:
+            with suppress(Exception):  # of a handler of the log's
+                if what not in _failed:
+                    _failed.add(what)
+                    _logger.error("%s failed, which changes no step; training goes on without", what, exc_info=True)
+            return None

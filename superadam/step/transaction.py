@@ -23,18 +23,16 @@ from torch.autograd.profiler import record_function
 from superadam.distributed.agreement import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
-from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.memory import has_memory
 from superadam.kernels.torch_private import MayLackMemory, is_profiling
-from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
-from superadam.state.table import CoefficientTable, ParameterTable, Rows, Runs, Segments
+from superadam.state.table import CoefficientTable, GradientNorm, ParameterTable, Rows, Runs, Segments
 from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients, hyper_of_each
-from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of
+from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge, outcome_of, tell
 
 _NOTHING = nullcontext()
 _Products = dict[tuple[TakenGradient, ParameterState], Tensor]

@@ -23,7 +23,7 @@ from superadam._kernels import ffi, lib
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.state.norm import GradientNorm
+from superadam.state.table import GradientNorm
 from superadam.step.outcome import StepKind, judge
 
 pytestmark = pytest.mark.usefixtures("fresh_native")

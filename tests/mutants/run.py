@@ -41,8 +41,8 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "Scikit" not in type(f
 """
 """Lets an editable installation not come before the copy, here and, as `sitecustomize`, in children."""
 
-ELSEWHERE = {"cpu": "kernels", "cpu/signals.c": "host", "cpu/samples.c": "state", "cpu/traffic.c": "cli", "gpu": "gpu"}
-ELSEWHERE["superadam/__main__.py"] = "cli"
+ELSEWHERE = {"cpu": "kernels", "cpu/signals.c": "host", "cpu/traffic.c": "cli", "gpu": "gpu"}
+ELSEWHERE |= {"cpu/samples.c": "state", "cpu/places.c": "state", "superadam/__main__.py": "cli"}
 """Folders of tests for what does not lie in a folder of `superadam`."""
 
 EXTENSIONS = ("superadam._kernels", "superadam.host._signals", "superadam.kernels._places")

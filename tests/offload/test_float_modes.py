@@ -24,9 +24,9 @@ from support.visible import Bits, bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
-from superadam.host import telling
 from superadam.kernels.torch_private import check_and_unscale
 from superadam.offload import buckets
+from superadam.step import outcome as told
 
 OPTIONS: dict[str, Any] = {"betas": (0.0, 0.99), "weight_decay": 0.1}  # exp_avg is the gradient
 SIZES = ((64, 2), (192,), (64, 1))
@@ -153,7 +153,7 @@ def ended(model: Net, optimizer: SpeculativeCPUAdamW) -> list[tuple[Bits, ...]]:
 
 
 def check(program: list[Step], dtype: Any, device: str, seed: int, limit: float, *, lr=0.01, is_mixed=False, **where):
-    failed = set(telling._failed)
+    failed = set(told._failed)
     plain, model, theirs = (Net(dtype, is_mixed=is_mixed) for _ in range(3))
     options = {"lr": lr, **OPTIONS}
     by_hand, ours = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=limit, **options) for one in (plain, model))
@@ -163,7 +163,7 @@ def check(program: list[Step], dtype: Any, device: str, seed: int, limit: float,
     with OffloadScheduler(ours, model, device=DEVICES[device](seed), **where):
         assert run(model, ours, program) == expected
     assert ended(model, ours) == ended(plain, by_hand)
-    assert telling._failed == failed
+    assert told._failed == failed
     is_compared = limit == math.inf and platform.machine() == "x86_64"  # elsewhere torch's fused kernel differs
     if is_compared and not any(told[0] for told in expected[1::2]):  # torch skips no step
         torchs = TorchWithMasters(list(theirs), **options)

@@ -17,13 +17,13 @@ from support.programs import PATCHED, Run, Setting, Shown, first_difference, sta
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, Statistics, StepKind
-from superadam.host import telling
 from superadam.offload.buckets import Accumulation, Bucketer, Hooks
 from superadam.offload.placement import Autotuner
 from superadam.offload.prediction import Predictor
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.published_state import PublishedState
+from superadam.step import outcome as told
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 from superadam.testing.simulated import SeededWorker
@@ -100,7 +100,7 @@ def trained(setting: Setting, failing: Failing | None = None) -> Shown:
 
 def check(setting: Setting, failing: Failing, caplog: pytest.LogCaptureFixture) -> None:
     """Train, with or without a scheduler; the bits are those without failures, and one is logged."""
-    failing.patch.setattr(telling, "_failed", set())
+    failing.patch.setattr(told, "_failed", set())
     expected = trained(setting.plain)
     assert first_difference(trained(setting, failing), expected) is None
     assert failing.count >= 2
@@ -178,30 +178,30 @@ def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatc
 
 def test_a_log_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = Mock(filter=Mock(side_effect=PlantedError("planted")))
-    monkeypatch.setattr(telling, "_failed", set())
-    telling._logger.addFilter(refusing)
+    monkeypatch.setattr(told, "_failed", set())
+    told._logger.addFilter(refusing)
     try:
-        assert telling.tell("this", math.log, 0.0) is None
-        assert telling.tell("this", math.log, 1.0) == 0.0
+        assert told.tell("this", math.log, 0.0) is None
+        assert told.tell("this", math.log, 1.0) == 0.0
     finally:
-        telling._logger.removeFilter(refusing)
+        told._logger.removeFilter(refusing)
     refusing.filter.assert_called_once()
 
 
 def test_what_is_no_error_is_not_kept() -> None:
     with pytest.raises(KeyboardInterrupt):
-        telling.tell("this", Mock(side_effect=KeyboardInterrupt))
+        told.tell("this", Mock(side_effect=KeyboardInterrupt))
 
 
 def test_what_a_handler_raises_is_the_program_s(monkeypatch, caplog) -> None:
     def expire(*_: Any) -> None:
         raise TimeoutError("of the program")
 
-    monkeypatch.setattr(telling, "_failed", set())
+    monkeypatch.setattr(told, "_failed", set())
     before = signal.signal(signal.SIGALRM, expire)
     try:
         with pytest.raises(TimeoutError, match="of the program"):
-            telling.tell("this", signal.raise_signal, signal.SIGALRM)
+            told.tell("this", signal.raise_signal, signal.SIGALRM)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not caplog.records

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superadam.state.fingerprints import Fingerprints
+from superadam.state.places import Fingerprints
 
 
 def hints(fingerprints: Fingerprints) -> list[int]:

@@ -16,7 +16,7 @@ from support.visible import are_taken, give_gradients, parameter, parameters_of
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind
 from superadam.kernels import native
-from superadam.state.norm import GradientNorm
+from superadam.state.table import GradientNorm
 from superadam.step.outcome import clip_coefficient, judge
 
 NORMS = st.floats(0.0, 1e30)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from superadam.kernels import _places, places
+from superadam.kernels import _places
 from superadam.kernels.memory import has_memory
-from superadam.kernels.places import BYTES, LAYOUT, VERSION, compare, gradients_of, places_of
+from superadam.state import places
+from superadam.state.places import BYTES, LAYOUT, VERSION, compare, gradients_of, places_of
 
 
 def _resize(tensor: Tensor, nbytes: int) -> None:
