@@ -332,12 +332,14 @@ class OffloadScheduler(GradientHolder):
         Raises:
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
             MemoryError: the device cannot hold the state of this many buckets; nothing was changed.
+            RuntimeError: the scheduler was closed.
         """
         asked = {"gpu_buckets": gpu_buckets, "bucket_numel": bucket_numel, "num_threads": num_threads}
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
             check_count(name, value, least=0 if name == "gpu_buckets" else 1, may_be_auto=False)
         with self._lock():
+            self._check_open()
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes), stays_automatic=gpu_buckets is None)
             self._apply_placement()

@@ -362,9 +362,11 @@ def test_a_closed_scheduler_leaves_no_hook_and_is_not_used_again() -> None:
             scheduler.place(num_threads=0)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert repr(scheduler).startswith("OffloadScheduler(closed, ")
-    for use in (scheduler.__enter__, scheduler.accumulate().__enter__):
+    before = scheduler.placement
+    for use in (scheduler.__enter__, scheduler.accumulate().__enter__, lambda: scheduler.place(bucket_numel=7)):
         with pytest.raises(RuntimeError, match="the scheduler was closed, expected an open one; make another"):
             use()
+    assert scheduler.placement == before
 
 
 # ---- life and death -------------------------------------------------------------------------------------------------
