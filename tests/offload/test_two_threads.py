@@ -84,6 +84,14 @@ def with_scheduler(call: Callable[[OffloadScheduler, Path], object]) -> Callable
     return lambda run, path: None if run.scheduler is None else call(run.scheduler, path)
 
 
+def _place(scheduler: OffloadScheduler, path: Path) -> None:
+    try:
+        scheduler.place(bucket_numel=random.randrange(30, 200))
+    except RuntimeError:
+        if not scheduler._closed:
+            raise
+
+
 CALLS: dict[str, Callable[[Run, Path], object]] = {
     "step": lambda run, path: run.optimizer.step(),
     "resolve": lambda run, path: run.optimizer.resolve(),
@@ -97,7 +105,7 @@ CALLS: dict[str, Callable[[Run, Path], object]] = {
     "load_state_dict": lambda run, path: run.optimizer.load_state_dict(run.optimizer.state_dict()),
     "deepcopy": lambda run, path: copy.deepcopy(run.optimizer),
     "reload_masters": lambda run, path: run.optimizer.reload_masters(),
-    "place": with_scheduler(lambda scheduler, path: scheduler.place(bucket_numel=random.randrange(30, 200))),
+    "place": with_scheduler(_place),
     "synchronize": with_scheduler(lambda scheduler, path: scheduler.synchronize()),
     "statistics": _look,
     "trace": with_scheduler(lambda scheduler, path: scheduler.export_trace(path / f"{threading.get_ident()}.json")),
