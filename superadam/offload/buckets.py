@@ -29,7 +29,6 @@ _logger = logging.getLogger("superadam")
 
 PAUSE_STEPS = 16  # in which nothing is taken, after a step whose gradients were mostly edited before it
 EMPTY_STEPS = 3  # of whose gradients none could be taken, before the program is warned
-DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 
 class GradientReady:

@@ -21,13 +21,14 @@ import torch
 
 from superadam.devices import Device
 from superadam.host.memory import gigabytes
-from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
+from superadam.offload.buckets import Bucket
 from superadam.state.parameter import Piece
 
 _logger = logging.getLogger("superadam")
 
 LEAST_BUCKETS = 8  # if the model is large enough: the work that remains after backward is about one bucket
 LEAST_NUMEL = 1024 * 1024
+MOST_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 USED_SHARE = 0.9  # of the room on a device that is short of memory
 PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
 AGREEING_STEPS = 3  # in a row, before anything moves
@@ -59,7 +60,7 @@ class Placement:
 
 def numel_of_buckets(total: int) -> int:
     """Return the elements of a bucket, an eighth of the `total` of a step, within bounds."""
-    return max(LEAST_NUMEL, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
+    return max(LEAST_NUMEL, min(MOST_NUMEL, total // LEAST_BUCKETS))
 
 
 def last_pieces(order: Sequence[_Piece], placement: Placement) -> list[_Piece]:

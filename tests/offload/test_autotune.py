@@ -16,7 +16,7 @@ from torch import nn
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
 from superadam.offload import placement
-from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
+from superadam.offload.buckets import Bucket
 from superadam.offload.needs import bytes_of_state
 from superadam.offload.placement import AGREEING_STEPS, FREE_SHARE, Autotuner, Placement, last_pieces, numel_of_buckets
 from superadam.state.parameter import ParameterState, Piece
@@ -309,8 +309,8 @@ def test_a_wait_before_the_last_bucket_is_not_that_at_the_end_of_backward(monkey
 @given(st.integers(0, 10**12))
 def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> None:
     numel = numel_of_buckets(total)
-    assert placement.LEAST_NUMEL <= numel <= DEFAULT_NUMEL
-    assert numel in (placement.LEAST_NUMEL, DEFAULT_NUMEL, total // placement.LEAST_BUCKETS)
+    assert placement.LEAST_NUMEL <= numel <= placement.MOST_NUMEL
+    assert numel in (placement.LEAST_NUMEL, placement.MOST_NUMEL, total // placement.LEAST_BUCKETS)
     assert numel <= max(placement.LEAST_NUMEL, total // placement.LEAST_BUCKETS)
     assert Autotuner(PlainDevice(), total, 0, "auto", "auto", 1, **BYTES).placement.bucket_numel == numel
 
