@@ -88,7 +88,7 @@ class Ranks:
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self.described: list[Description] = []  # the parameters on this rank, which others learn with the next question
         self.device = "cpu"  # where words lie
-        self.world: Callable[[], Any] = lambda: None  # the job's group; in another one, calls are counted anew
+        self.world: Callable[[], Any]  # the job's group; in another one, calls are counted anew
         self._group = group
         self._exchanged: list[Description] = []
         self._described_as = 0

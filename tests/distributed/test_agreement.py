@@ -102,6 +102,10 @@ def test_what_is_no_answer_of_another_rank_is_refused(monkeypatch):
     raises(RuntimeError, "the answer is that to an older question", ask)
     monkeypatch.setattr(torch.distributed, "all_gather_object", Mock(side_effect=RuntimeError("planted")))
     raises(RuntimeError, r"^ranks \[0, 1\] could not agree on a step, .* \(planted\)", ranks._exchange_descriptions)
+    first = Ranks([0, 1])
+    monkeypatch.setattr(torch.distributed, "all_gather", Mock(side_effect=RuntimeError("planted")))
+    raises(RuntimeError, r"could not agree on a step, .* \(planted\)", partial(first.norm, *ask.args))
+    assert first.agreed != first.number  # so that it counts as a step that nobody made
 
 
 def test_nobody_makes_a_step_with_nan():

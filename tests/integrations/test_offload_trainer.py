@@ -488,6 +488,11 @@ def test_signals_are_the_program_s_own_after_training_and_where_ranks_cannot_mee
         saves.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
     assert saves not in trainer.callback_handler.callbacks
+    late = Mock(side_effect=lambda asked, *_, **__: Mock(wait=lambda: asked.fill_(1)))  # as another rank was asked
+    for name, value in (("new_group", Mock()), ("all_reduce", late)):
+        monkeypatch.setattr(torch.distributed, name, value)
+    with SavesOnSignal(trainer) as saves:
+        assert [saves._agreed() for _ in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_one_large_parameter_takes_what_many_small_ones_do(sizes, dtype, is_on_h
     assert run.shadows == (one.shadows if num_threads else 0)
     has_lists = num_threads and dtype in (torch.bfloat16, torch.float16)
     assert run.lists == (sum(list_bytes(size) for size in sizes) if has_lists else 0)
+    assert num_threads or run.largest == 0
 
 
 def test_readme_has_the_bytes_of_a_parameter() -> None:

@@ -112,6 +112,10 @@ def test_only_what_is_asked_for_is_decoded_and_goes_when_nobody_has_it() -> None
     train(optimizer, 5)
     assert decoded(optimizer) == []  # though an entry is held
     assert not any(value.isnan().any() for value in values)
+    optimizer.state[parameters_of(optimizer)[0]] = dict(entries.pop(0))  # of tensors, as others make one
+    del entries, values
+    train(optimizer, 6)
+    assert decoded(optimizer) == []
 
 
 KEPT: dict[str, Callable[[Any], Any]] = {

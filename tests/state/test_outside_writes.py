@@ -23,7 +23,7 @@ from superadam.state.parameter import differing
 
 def write(optimizer: Any, values: torch.Tensor, elements: slice = slice(None)) -> None:
     with torch.no_grad():
-        parameters_of(optimizer)[0].view(-1)[elements] = values.flatten()
+        parameters_of(optimizer)[1].view(-1)[elements] = values.flatten()
 
 
 LOOKS: dict[str, Callable[[Any], object]] = {
@@ -39,11 +39,11 @@ LOOKS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("master", ["fp32", "24bit"])
 def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype, look, master):
     """As averaged weights that are swapped in for a save. What stays for a step counts, as does what was asked for."""
-    make_two = lambda: [parameter(9, 11, dtype=dtype), parameter(3, dtype=dtype)]  # noqa: E731
+    make_two = lambda: [parameter(3, dtype=dtype), parameter(9, 11, dtype=dtype)]  # noqa: E731
     optimizer, twin = (trained(SpeculativeCPUAdam(make_two(), master=master)) for _ in range(2))
     optimizer.load_state_dict(twin.state_dict())
-    for stepped in ([], [1], [0, 1]):  # while others are written
-        former = parameters_of(twin)[0].detach().clone()
+    for stepped in ([], [0], [0, 1]):  # while others are written
+        former = parameters_of(twin)[1].detach().clone()
         for one in (optimizer, twin):
             for written in (former + 1, former * 2, former):
                 write(one, written)
@@ -56,7 +56,7 @@ def test_there_and_back_is_no_write_although_state_is_looked_at_meanwhile(dtype,
                     one.step()
                     one.zero_grad()
         train_alike(optimizer, twin, 3)
-    p, add = parameters_of(optimizer)[0], optimizer.add_param_group
+    p, add = parameters_of(optimizer)[1], optimizer.add_param_group
     for ask in (
         lambda: (optimizer.state[p], write(optimizer, p.detach() + 1), optimizer.reload_masters()),
         lambda: setattr(optimizer.state[p]["master"], "data", p.float() * 2),

@@ -45,6 +45,9 @@ def test_unfit_parameter_is_refused(kind: str) -> None:
     optimizer = trained(SpeculativeCPUAdam([parameter(3)]), [1])
     with refused(optimizer, TypeError, f"parameter 1 of group 1 {sentence}"):
         optimizer.add_param_group({"params": [parameter(3), make()]})
+    optimizer.param_groups[0]["params"][0] = make()  # as a framework does that converts the model
+    with pytest.raises(TypeError, match=f"parameter 0 of group 0 {sentence}"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 1)])
