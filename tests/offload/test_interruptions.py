@@ -37,9 +37,9 @@ from superadam.host.machine import Host
 from superadam.host.memory import Claim, HostNeeds
 from superadam.integrations import checkpoint_contents, checkpoint_folder, deepspeed
 from superadam.integrations.reduced_gradients import ReducedGradients
-from superadam.kernels import places
 from superadam.optim import adam as adam_module
 from superadam.optim import binding, entry, published_state
+from superadam.state import places
 from superadam.step import gradients
 
 STEPS = 40
