@@ -6,7 +6,7 @@ fingerprint: another place, or another version, hints at a write by others.
 
 The allocator hands out an address again, often at once, so that an address alone does not identify memory. Storages are
 compared as well, by the address of torch's StorageImpl. A weak reference keeps that address from being used again, but
-not the memory. A storage resized to 0 and back between two looks, and gets the same address again, stays unseen.
+not the memory. A storage that is resized to 0 and back between two looks, to the same address, stays unseen.
 """
 
 from __future__ import annotations
