@@ -333,12 +333,15 @@ class ParameterTable:
 
     def are_ready(self, rows: Rows, runs: Runs) -> bool:
         """Whether these rows have everything that a step reads and writes."""
-        with_max = True in [hyper.amsgrad for hyper, _ in runs]
         chosen: Any = slice(len(rows)) if rows is self.all_rows else rows
-        for name in ("exp_avg", "master", "max_exp_avg_sq") if with_max else ("exp_avg", "master"):
+        for name in ("exp_avg", "master"):
             if np.count_nonzero(self._rows[name][chosen]) < len(rows):
                 return False
-        return True
+        amsgrad = [hyper.amsgrad for hyper, _ in runs]
+        if True not in amsgrad:
+            return True
+        needs_max = np.repeat(amsgrad, [count for _, count in runs])
+        return bool(self._rows["max_exp_avg_sq"][chosen][needs_max].all())
 
     def job(self, rows: Rows, gradients: Sequence[Tensor], addresses: npt.NDArray[np.uint64] | None = None) -> Segments:
         """Return the job over these rows that reads gradients in the form that kernels read.

@@ -14,7 +14,7 @@ from support.overlap import DeferredDevice, ThreadDevice, adam
 from torch import nn
 
 import superadam
-from superadam import OffloadScheduler, StepKind
+from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device
 
 PACKAGE = str(Path(superadam.__file__).parent)
@@ -77,6 +77,21 @@ def test_a_gradient_takes_few_calls(dtype: torch.dtype, max_grad_norm: float | N
     assert calls.total() <= most_calls, words
     assert len(calls) <= most_files, words
     sys.stdout.write(words)  # pytest -s shows it
+
+
+def test_a_step_without_a_scheduler_calls_nothing_for_each_parameter() -> None:
+    """Also where some groups alone have state for amsgrad."""
+    totals = set()
+    for length in (10, 110):
+        weights = nn.ParameterList(torch.ones(64) for _ in range(length))
+        optimizer = SpeculativeCPUAdam([{"params": weights[:4], "amsgrad": True}, {"params": weights[4:]}])
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with counted() as calls:
+            optimizer.step()
+        totals.add(calls.total())
+    assert len(totals) == 1
 
 
 MOST_OF_A_READ = {"fp32": 0, "8bit": 8}
