@@ -48,6 +48,10 @@ class GradientHolder:
         """Start to send a new micro-batch to a sum on the host; return False where the caller has to add it."""
         return False
 
+    def takes_unrounded(self, parameter: Tensor) -> bool:
+        """Whether gradients of a parameter are taken before they are rounded to its dtype, in fp32."""
+        return False
+
     def unrounded(self, new: Tensor) -> Tensor:
         """Return the unrounded values, if known, of a gradient that is being added to one that was taken."""
         return new

@@ -115,9 +115,13 @@ class ReducedGradients(GradientHolder):
         """Take the gradients of the optimizer's present parameters."""
         parameters = self._parameters()
         self._followed = [*map(id, parameters)]
-        narrow = [p for p in parameters if shards.is_distributed(p) and p.itemsize < torch.float32.itemsize]
+        narrow = [*filter(self.takes_unrounded, parameters)]
         self._owners = {id(p): self._owners.get(id(p)) or _Owner(p) for p in narrow}
         self._hooks.watch(narrow)
+
+    def takes_unrounded(self, parameter: Tensor) -> bool:
+        """Whether this takes gradients of a parameter: of shards that are narrower than fp32."""
+        return shards.is_distributed(parameter) and parameter.itemsize < torch.float32.itemsize
 
     def _parameters(self) -> list[Tensor]:
         optimizer = self._optimizer()

@@ -86,9 +86,8 @@ def _needs_with(optimizer: SpeculativeCPUAdam, device: Device, placement: Placem
     for group in groups:
         for parameter in [parameter for parameter in group["params"] if parameter.requires_grad]:
             local, link = shards.local_of(parameter), placement.transfer_dtype
-            is_narrow = local.itemsize < torch.float32.itemsize
-            if binding.source is not None and is_narrow and shards.is_distributed(parameter):
-                link = torch.float32  # unrounded
+            if binding.source is not None and binding.source.takes_unrounded(parameter):
+                link = torch.float32
             is_on_host, amsgrad, most = device.is_host(local), bool(group["amsgrad"]), placement.bucket_numel
             needs = needs_of(
                 local, is_on_host=is_on_host, transfer_dtype=link, amsgrad=amsgrad, piece_numel=most, storage=storage

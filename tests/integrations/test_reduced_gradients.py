@@ -158,8 +158,9 @@ def test_gradients_that_were_there_before_stay_ordinary():
 
 
 @pytest.mark.parametrize("transfer_dtype", ["auto", torch.bfloat16], ids=str)
-def test_a_scheduler_has_room_for_unrounded_gradients(transfer_dtype):
-    model, optimizer = reduced()
+@pytest.mark.parametrize("shard", [torch.bfloat16, torch.float32], ids=str)
+def test_a_scheduler_has_room_for_gradients_as_they_travel(shard, transfer_dtype):
+    model, optimizer = reduced(shard)
     with OffloadScheduler(optimizer, model, device=SimulatedDevice(0), transfer_dtype=transfer_dtype) as scheduler:
         backward(model)
         optimizer.step()
