@@ -149,6 +149,7 @@ def test_older_forms_and_those_of_accelerate() -> None:
     assert text.count("of Accelerate") == 2
     text = translation.translated({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
     shard = "reshard_after_forward=True, offload_policy=CPUOffloadPolicy())"
+    assert "gradients of bf16 shards arrive rounded" in text
     assert "for layer in model.model.layers:" in text
     assert text.count(shard) == 2
     assert "TRANSFORMER_BASED_WRAP --fsdp_reshard_after_forward true --fsdp_offload_params true PROGRAM" in text

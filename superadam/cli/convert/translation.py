@@ -178,6 +178,7 @@ def translated(config: dict[str, Any]) -> str:
     if stage == 3 and unread.get("zero_optimization.offload_param.device") == "cpu":
         shard["offload_policy"] = "CPUOffloadPolicy()"
         del unread["zero_optimization.offload_param.device"]
+        found.notes.append("zero_optimization.offload_param.device: 'cpu': gradients of bf16 shards arrive rounded")
     for key, value in unread.items():
         known = key  # or what holds it
         while known and known not in NO_COUNTERPART:

@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.measure is not None:
             return _measure(arguments)
-        if arguments.model is None:
-            raise UsageError("superadam plan needs a MODEL, a preset such as phi-4; name one")
+        if not arguments.model:
+            raise UsageError("no MODEL was given, expected a preset, such as phi-4, or a model's folder; name one")
         from superadam.cli.plan.answer import answer_for
         from superadam.cli.plan.presets import config_of
         from superadam.cli.plan.report import to_json
