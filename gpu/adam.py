@@ -39,7 +39,7 @@ from .casts import (
     split_24bit,
     widen,
 )
-from .language import AS_WRITTEN, constant, jit, on, tl, warp_size
+from .language import AS_WRITTEN, at_most_registers, constant, jit, on, tl, warp_size
 from .tables import addresses_of, entry, find_tensor, make_table, upload
 
 SCALARS = constant(10)
@@ -50,6 +50,9 @@ BLOCK = 1024
 
 THREADS = BLOCK // 4
 """Threads of a program. Each has four elements, so that halves and floats are laid out alike over threads."""
+
+REGISTERS = 128
+"""Of a thread, at most: no variant needs so many."""
 
 SCALE, MAXIMIZE, DECOUPLED, L2, AMSGRAD, ROUND = (
     constant(int(flag)) for flag in (Flag.SCALE, Flag.MAXIMIZE, Flag.DECOUPLED, Flag.L2, Flag.AMSGRAD, Flag.ROUND)
@@ -280,6 +283,7 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
                 IS_ALIGNED=is_aligned,
                 BLOCK=BLOCK,
                 num_warps=THREADS // warp_size(),
+                **at_most_registers(REGISTERS),
                 **AS_WRITTEN,
             )
 

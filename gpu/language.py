@@ -86,6 +86,16 @@ def warp_size() -> int:
     return int(triton.runtime.driver.active.get_current_target().warp_size)
 
 
+def at_most_registers(count: int) -> dict[str, int]:
+    """Return the option of launches by which NVIDIA's assembler spills nothing before threads have so many registers.
+
+    By itself it spills a few, to keep one more program on each multiprocessor.
+    """
+    if MISSING is not None or IS_INTERPRETED or triton.runtime.driver.active.get_current_target().backend != "cuda":
+        return {}
+    return {"maxnreg": count}
+
+
 def obstacle(device: torch.device) -> str | None:
     """Return why kernels do not run on tensors of a device; None where they do.
 

@@ -232,7 +232,8 @@ def _compile_all() -> None:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as log:
             warnings.simplefilter("error")
             compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
-        codes.append(_read(compiled, log.getvalue(), dict(launch.constants)))
+        constants = {name: value for name, value in launch.constants.items() if name != "maxnreg"}  # of ptxas alone
+        codes.append(_read(compiled, log.getvalue(), constants))
     pickle.dump(codes, sys.stdout.buffer)
 
 
