@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistError
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 try:
@@ -35,11 +34,14 @@ try:
 except ImportError as error:
     sys.exit(f'finetune.py cannot be run ({error}); in the clone: pip install ".[finetune]"')
 
-from superadam.integrations import distributed_checkpoint, fine_tuning, rehearsal
-from superadam.integrations.fine_tuning import RefusedError, attempt
+from superadam.integrations import distributed_checkpoint, rehearsal
 from superadam.integrations.planned_memory import check_memory, setting_of
 from superadam.integrations.stopping import SavesOnSignal, train_to_last_step
 from superadam.integrations.transformers import offload
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
+import finetune_options
+from finetune_options import RefusedError, attempt
 
 
 @dataclass
@@ -138,19 +140,19 @@ def train() -> None:
     # Masters are fp32 on the host; autocast would add fp32 copies. SIGTERM, as of a preemption, saves.
     defaults = {"dtype": "bfloat16", "bf16": False, "activation_checkpointing": True, "enable_jit_checkpoint": True}
     classes = (FineTuning, ScriptArguments, SFTConfig, ModelConfig)
-    (arguments, script, training, model), given = fine_tuning.parse(classes, sys.argv[1:], **defaults)
+    (arguments, script, training, model), given = finetune_options.parse(classes, sys.argv[1:], **defaults)
     is_ours, evaluates = arguments.optimizer == "superadam", training.eval_strategy != "no"
     if not script.dataset_name or not model.model_name_or_path:
         raise RefusedError("say what to train and on what, with --model_name_or_path and --dataset_name")
-    fine_tuning.check_options((script, training, model), given, superadam=is_ours)
+    finetune_options.check_options((script, training, model), given, superadam=is_ours)
     if not is_ours and {"moments", "master"} & given.keys():
         raise RefusedError("--moments and --master are superadam's; leave them out, or --optimizer adamw")
-    fine_tuning.check_ranks(training, superadam=is_ours, rehearses=arguments.rehearse)
-    fine_tuning.check_schedule(training)
+    finetune_options.check_ranks(training, superadam=is_ours, rehearses=arguments.rehearse)
+    finetune_options.check_schedule(training)
     check_folders(script, training, model)
     saves_on_signal, training.enable_jit_checkpoint = training.enable_jit_checkpoint, False  # on all ranks together
     files, column = files_of(script, evaluates=evaluates), training.dataset_text_field
-    examples = [fine_tuning.check_lines(file, column) for file in files.values()]
+    examples = [finetune_options.check_lines(file, column) for file in files.values()]
     start = start_of(training)
     revision = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
     place = {"pretrained_model_name_or_path": model.model_name_or_path, **revision}
@@ -158,9 +160,9 @@ def train() -> None:
     config = attempt(lambda: transformers.AutoConfig.from_pretrained(**place), *there)
     tokenizer = attempt(lambda: transformers.AutoTokenizer.from_pretrained(**place), *there)
     if files:
-        fine_tuning.check_template(tokenizer, next(filter(None, examples), None), training)
+        finetune_options.check_template(tokenizer, next(filter(None, examples), None), training)
     if arguments.rehearse:
-        config = rehearsal.small(config, len(tokenizer))
+        config = finetune_options.small(config, len(tokenizer))
     if is_ours and training.device.type == "cuda":
         setting = setting_of(training, arguments.moments, arguments.master)
         check_memory(config, setting, torch.cuda.mem_get_info(training.device)[1])
@@ -173,7 +175,7 @@ def train() -> None:
     if missing := {script.dataset_train_split, *([script.dataset_test_split] if evaluates else [])} - {*dataset}:
         raise RefusedError(f"{script.dataset_name} has no split {min(missing)}, but {', '.join(dataset)}; name another")
     if not files:
-        fine_tuning.check_template(tokenizer, dataset[script.dataset_train_split][0], training)
+        finetune_options.check_template(tokenizer, dataset[script.dataset_train_split][0], training)
     if arguments.rehearse:
         rehearsal.shard_on_cpus()
     loaded = attempt(lambda: model_of(config, place, model, arguments, training), *there)
@@ -206,14 +208,7 @@ def train() -> None:
 
 def main() -> None:
     """Train; end the program with one sentence where that cannot be done."""
-    try:
-        train()
-    except DistError as error:  # on every rank, which TRL lets meet; one of each node tells
-        first = str(error).partition("\n")[0]
-        sentence = f"the ranks could not meet ({first}); start all of them with one torchrun command"
-        sys.exit(f"finetune.py: {sentence}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
-    except (RefusedError, MemoryError, distributed_checkpoint.CheckpointError) as error:
-        sys.exit(f"finetune.py: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+    finetune_options.run(train)
 
 
 if __name__ == "__main__":

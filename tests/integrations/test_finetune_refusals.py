@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 trl = pytest.importorskip("trl")
 
-from superadam.integrations import fine_tuning  # noqa: E402
+import finetune_options  # noqa: E402
+from finetune_options import RefusedError  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "finetune.py"
@@ -124,35 +125,35 @@ def words_of(**options: str) -> list[str]:
 @pytest.mark.parametrize("name", FOREIGN)
 def test_an_option_that_would_not_be_obeyed_is_refused(program, name):
     """Without the rest of the program, which is in one place for all of them."""
-    found, given = fine_tuning.parse(CLASSES, [f"--{name}", FOREIGN[name], "--use_cpu"], bf16=False)
-    with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} is not obeyed, .*; leave it out$"):
-        fine_tuning.check_options(found, given, superadam=True)
-    if name in fine_tuning.NOT_WITH_SUPERADAM:
-        fine_tuning.check_options(found, given, superadam=False)
+    found, given = finetune_options.parse(CLASSES, [f"--{name}", FOREIGN[name], "--use_cpu"], bf16=False)
+    with pytest.raises(RefusedError, match=f"^--{name} is not obeyed, .*; leave it out$"):
+        finetune_options.check_options(found, given, superadam=True)
+    if name in finetune_options.NOT_WITH_SUPERADAM:
+        finetune_options.check_options(found, given, superadam=False)
 
 
 @pytest.mark.parametrize("name", OLD)
 def test_a_deprecated_option_is_refused_with_what_takes_its_place(program, name):
-    with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} .* is deprecated, expected .*; change it$"):
-        fine_tuning.check_options([], {name: OLD[name]}, superadam=True)
+    with pytest.raises(RefusedError, match=f"^--{name} .* is deprecated, expected .*; change it$"):
+        finetune_options.check_options([], {name: OLD[name]}, superadam=True)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_no_deprecated_option_is_used_without_being_asked_for(program):
-    fine_tuning.parse([trl.SFTConfig], ["--use_cpu"], bf16=False, activation_checkpointing=True)
+    finetune_options.parse([trl.SFTConfig], ["--use_cpu"], bf16=False, activation_checkpointing=True)
 
 
 def test_each_number_has_a_range_which_is_held_to():
     """Below it, transformers divides by zero late, or takes the number for another one without a word."""
-    refused = fine_tuning.NOT_OBEYED | fine_tuning.NOT_WITH_SUPERADAM | fine_tuning.DEPRECATED
+    refused = finetune_options.NOT_OBEYED | finetune_options.NOT_WITH_SUPERADAM | finetune_options.DEPRECATED
     types = {name: str(kind) for configuration in CLASSES for name, kind in get_type_hints(configuration).items()}
     numbers = {name for name, kind in types.items() if re.search(r"\b(int|float)\b", kind)}
-    assert numbers - refused.keys() == fine_tuning.RANGES.keys()
-    for name, (least, end, expected) in fine_tuning.RANGES.items():
+    assert numbers - refused.keys() == finetune_options.RANGES.keys()
+    for name, (least, end, expected) in finetune_options.RANGES.items():
         for number in ["0" if least > 0 else "-1", "-3", *([] if end == math.inf else [str(end)])]:
             found = make_dataclass("Configuration", [(name, float, None)])(float(number))
-            with pytest.raises(fine_tuning.RefusedError, match=f"^--{name} is {number}.*, expected .* {expected};"):
-                fine_tuning.check_options([found], {name: number}, superadam=True)
+            with pytest.raises(RefusedError, match=f"^--{name} is {number}.*, expected .* {expected};"):
+                finetune_options.check_options([found], {name: number}, superadam=True)
 
 
 def test_each_field_of_trl_is_read_by_somebody_or_refused():
@@ -162,13 +163,13 @@ def test_each_field_of_trl_is_read_by_somebody_or_refused():
     texts = [(package / name).read_text() for name in readers]
     texts += [path.read_text() for path in (package / "transformers").glob("trainer_*.py")]
     texts += [(package / "transformers/integrations/integration_utils.py").read_text(), SCRIPT.read_text()]
-    texts.append((ROOT / "superadam/integrations/fine_tuning.py").read_text())
+    texts.append((ROOT / "examples/finetune_options.py").read_text())
     read = set(re.findall(r"\b(?:args|self|training|model|script|arguments)(?=\.(\w+))", "\n".join(texts)))
     every = {one.name for configuration in CLASSES for one in fields(configuration)}
-    refused = fine_tuning.NOT_OBEYED | fine_tuning.NOT_WITH_SUPERADAM
-    assert every - read - refused.keys() - fine_tuning.DEPRECATED.keys() == set()
+    refused = finetune_options.NOT_OBEYED | finetune_options.NOT_WITH_SUPERADAM
+    assert every - read - refused.keys() - finetune_options.DEPRECATED.keys() == set()
     assert refused.keys() == FOREIGN.keys() | NO_WORDS
-    assert {one.partition(" ")[0] for one in fine_tuning.DEPRECATED} == OLD.keys()
+    assert {one.partition(" ")[0] for one in finetune_options.DEPRECATED} == OLD.keys()
     assert refused.keys() <= every
     assert OLD.keys() <= every
 
@@ -195,18 +196,18 @@ def test_a_bad_line_is_named(sentence_of, content, sentence):
 
 def test_a_column_of_another_name_is_read(program):
     Path("named.jsonl").write_text('{"content": "a"}\n')
-    assert fine_tuning.check_lines("named.jsonl", "content") is None
+    assert finetune_options.check_lines("named.jsonl", "content") is None
 
 
 def test_a_column_called_messages_holds_what_trl_takes_there(program):
     """Text, if it is the column of text; else conversations."""
     Path("both.jsonl").write_text('{"messages": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
     Path("number.jsonl").write_text('{"messages": 5}\n')
-    assert fine_tuning.check_lines("both.jsonl", "messages") is not None
-    with pytest.raises(fine_tuning.RefusedError, match="messages is str, expected a list of objects with role and"):
-        fine_tuning.check_lines("both.jsonl")
-    with pytest.raises(fine_tuning.RefusedError, match="messages is int, expected text or a list of objects with role"):
-        fine_tuning.check_lines("number.jsonl", "messages")
+    assert finetune_options.check_lines("both.jsonl", "messages") is not None
+    with pytest.raises(RefusedError, match="messages is str, expected a list of objects with role and"):
+        finetune_options.check_lines("both.jsonl")
+    with pytest.raises(RefusedError, match="messages is int, expected text or a list of objects with role"):
+        finetune_options.check_lines("number.jsonl", "messages")
 
 
 TALK, PLAIN = {"dataset_name": "talk.jsonl"}, {"chat_template_path": "plain.jinja", "assistant_only_loss": "true"}

@@ -13,8 +13,9 @@ from support.presets import PRESETS
 transformers: Any = pytest.importorskip("transformers")
 trl: Any = pytest.importorskip("trl")
 
-from superadam.integrations import rehearsal  # noqa: E402
-from superadam.integrations.fine_tuning import RefusedError, check_ranks, parse  # noqa: E402
+import finetune_options  # noqa: E402
+from finetune_options import RefusedError, check_ranks, parse  # noqa: E402
+
 from superadam.integrations.transformers import _check_way_of_training  # noqa: E402
 
 
@@ -23,7 +24,7 @@ def test_a_small_model_has_the_layers_of_the_large_one(name):
     config = PRESETS[name].config
     before = copy.deepcopy(config.to_dict())
     with torch.device("meta"):
-        small = transformers.AutoModelForCausalLM.from_config(rehearsal.small(config, 100))
+        small = transformers.AutoModelForCausalLM.from_config(finetune_options.small(config, 100))
         large = transformers.AutoModelForCausalLM.from_config(config)
     assert config.to_dict() == before
     assert sum(one.numel() for one in small.parameters()) < 1e6 < sum(one.numel() for one in large.parameters())
@@ -34,12 +35,12 @@ def test_a_small_model_has_the_layers_of_the_large_one(name):
 
 @pytest.mark.parametrize("words", ["", "--rehearse false", "--rehearse=False", "--max_steps 9"])
 def test_words_stay_where_no_rehearsal_is_asked_for(words):
-    assert rehearsal.words(words.split()) == words.split()
+    assert finetune_options._with_rehearsal(words.split()) == words.split()
 
 
 @pytest.mark.parametrize("words", ["--rehearse", "--rehearse --use_cpu", "--rehearse=true", "--rehearse 1"])
 def test_what_is_given_counts_more_than_what_a_rehearsal_sets(words):
-    made = rehearsal.words(["--max_steps", "9", *words.split()])
+    made = finetune_options._with_rehearsal(["--max_steps", "9", *words.split()])
     assert made.index("4") == made.index("--max_steps") + 1 < made.index("9")
 
 

@@ -48,7 +48,6 @@ ALLOWED = {
     ("cli/bench/passes.py", "_and_"): "a part of names of ours",
     ("devices/cuda.py", "_id"): "a part of public names of torch.cuda",
     ("kernels/native.py", "_kernels"): "a module of ours, in an error",
-    ("integrations/fine_tuning.py", "_actions"): "of argparse, which has no public way to list options",
     ("integrations/rehearsal.py", "_shared_state"): "of Accelerate, which has no public way to be told so",
     ("integrations/zero_checkpoint.py", "_mp_rank_00_optim_states"): "a part of names of files of DeepSpeed",
 }

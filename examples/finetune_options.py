@@ -1,6 +1,6 @@
-"""What a program of full fine-tuning with TRL checks before weights are loaded; each error is one sentence.
+"""Options of `finetune.py` and its data, checked before weights are loaded; each error is one sentence.
 
-`examples/finetune.py` uses it. A field of TRL's configurations is obeyed, or it is in one of the tables below.
+A field of TRL's configurations is obeyed, or it is in one of the tables below.
 """
 
 from __future__ import annotations
@@ -9,24 +9,19 @@ import difflib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import yaml
+from torch.distributed import DistError
+from transformers import get_scheduler
+from trl import TrlParser  # type: ignore[attr-defined]
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-try:
-    import yaml
-    from torch.distributed import DistError
-    from transformers import get_scheduler
-    from trl import TrlParser  # type: ignore[attr-defined]
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-except ImportError as error:
-    raise ImportError(
-        f"superadam.integrations.fine_tuning needs trl ({error}); install superadam with its extra finetune"
-    ) from error
-
-from superadam.integrations import rehearsal
+from superadam.integrations import distributed_checkpoint, rehearsal
 
 _Result = TypeVar("_Result")
 
@@ -85,6 +80,22 @@ RANGES: dict[str, tuple[float, float, str]] = {
 }
 """Least value of a number, what it must be less than, and both in words."""
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": 8,
+}
+"""What a configuration has of these becomes that small in a rehearsal."""
+
 ADAMS = ("adamw_torch", "adamw_torch_fused")
 """Values of `optim` whose groups superadam takes over."""
 
@@ -112,6 +123,21 @@ def attempt(call: Callable[[], _Result], subject: str, remedy: str) -> _Result:
         raise RefusedError(f"{subject} ({lines[0].rstrip('.')}); {remedy}") from error
 
 
+def run(train: Callable[[], object]) -> None:
+    """Train; end the program with one sentence where that cannot be done."""
+    try:
+        train()
+    except DistError as error:  # on every rank, which TRL lets meet; one of each node tells
+        first = str(error).partition("\n")[0]
+        _end(f"the ranks could not meet ({first}); start all of them with one torchrun command")
+    except (RefusedError, MemoryError, distributed_checkpoint.CheckpointError) as error:
+        _end(str(error))
+
+
+def _end(sentence: str) -> NoReturn:
+    sys.exit(f"finetune.py: {sentence}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+
+
 def parse(classes: Iterable[Any], words: Sequence[str], **defaults: Any) -> tuple[list[Any], dict[str, str]]:
     """Return one object of each dataclass, as `trl.TrlParser` does, and the options that were given, as words by name.
 
@@ -125,7 +151,7 @@ def parse(classes: Iterable[Any], words: Sequence[str], **defaults: Any) -> tupl
         at = words.index("--config")
         in_file = _words_of_file(Path((words[at + 1 : at + 2] or ["none"])[0]))
         words = [*words[:at], *words[at + 2 :]]
-    words = rehearsal.words(words, in_file)
+    words = _with_rehearsal(words, in_file)
     parser = _Parser(list(classes), allow_abbrev=False)
     parser.set_defaults(**defaults)
     *found, rest = attempt(
@@ -144,6 +170,21 @@ def parse(classes: Iterable[Any], words: Sequence[str], **defaults: Any) -> tupl
             name, _, value = word[2:].partition("=")
             given[name.replace("-", "_")] = value or ("" if after.startswith("--") else after)
     return found, given
+
+
+def _with_rehearsal(given: Sequence[str], in_file: Sequence[str] = ()) -> list[str]:
+    """Return the words of a file and of a command line, between them those that make a rehearsal small if one is due.
+
+    It is where the last word about it asks for one. What the command line gives counts more than what the file does.
+    """
+    every = [*in_file, *given]
+    at = [number for number, word in enumerate(every) if word.partition("=")[0] == "--rehearse"]
+    after = [every[number].partition("=")[2] or (*every[number + 1 :], "true")[0] for number in at]
+    if not after or after[-1].lower() in ("false", "no", "0"):
+        return every
+    length = SIZES["max_position_embeddings"]
+    usual = {"use_cpu": "true", "max_steps": 4, "max_length": length, "logging_steps": 1}
+    return [*in_file, *(word for name, value in usual.items() for word in (f"--{name}", str(value))), *given]
 
 
 def _words_of_file(path: Path) -> list[str]:
@@ -170,6 +211,15 @@ def _words_of_file(path: Path) -> list[str]:
         return found
 
     return attempt(words, f"the options in {path} cannot be used", "correct them")
+
+
+def small(config: Any, vocabulary: int) -> Any:
+    """Return a model's configuration with few and narrow layers of the same kind, for a tokenizer of so many words."""
+    values = config.to_dict()
+    for name in ("layer_types", "rope_parameters", "rope_scaling", "quantization_config"):
+        values.pop(name, None)  # they follow from sizes
+    sizes = {name: value for name, value in SIZES.items() if isinstance(values.get(name), int)}
+    return type(config)(**{**values, **sizes, "vocab_size": vocabulary, "pad_token_id": None})
 
 
 def check_options(configurations: Iterable[Any], given: Mapping[str, str], *, superadam: bool) -> None:
