@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,9 @@ FILE_BYTES = 5_000_000_000
 """Of one file of safetensors, as transformers writes them."""
 
 _LOCK = ".lock"
+
+_Tensors = dict[str, tuple[Tensor, Any]]
+"""Tensors of a model by name, with what holds the value of each: a master, or itself."""
 
 WRAPPERS = re.compile("|".join(re.escape(f"{name}.") for name in WRAPPER_NAMES))
 
@@ -74,31 +78,10 @@ def save_fp32(
     names = [group.get("param_names") for group in arguments.unwrapped(optimizer).param_groups]
     ranks.require_same((names, [(name, tuple(parameter.shape)) for name, (parameter, _) in tensors.items()]), seen)
 
-    def begin() -> None:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
-        part.mkdir(parents=True, exist_ok=True)  # there is one where a save was killed
-        try:
-            lock(part / _LOCK, 0.0, stack)
-        except BlockingIOError:
-            raise CheckpointError(f"another process is writing to {part}; wait for it") from None
-        for left in {*part.iterdir()} - {part / _LOCK}:
-            left.unlink()
-
-    ranks.on_first(begin)
-    files: list[dict[str, tuple[Tensor, Any]]] = [{}]
-    size = 0  # of the last file
-    for name, (parameter, master) in tensors.items():
-        size += 4 * parameter.numel()
-        if size > FILE_BYTES and files[-1]:
-            files.append({})
-            size = 4 * parameter.numel()
-        files[-1][name] = parameter, master
+    ranks.on_first(lambda: _begin(path, part, stack))
+    files = _files_of(tensors)
     try:
-        places: dict[str, str] = {}
-        for number, content in enumerate(files, 1):
-            name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
-            places |= dict.fromkeys(content, name)
+        for name, content in files.items():
             # All ranks take part in each tensor, once none lacks memory for its part, and the first one keeps it.
             whole = {
                 key: tensor
@@ -109,30 +92,60 @@ def save_fp32(
             }
             ranks.on_first(functools.partial(save_file, whole, part / name, {"format": "pt"}))
             whole.clear()  # before there is another one
-
-        def publish() -> None:
-            if len(files) > 1:
-                index = {"metadata": {}, "weight_map": places}
-                (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-            for kind in ("config", "generation_config"):
-                if hasattr(getattr(model, kind, None), "save_pretrained"):
-                    getattr(model, kind).save_pretrained(part)
-            for each in (*part.glob("[!.]*"), part):
-                synchronize(each)
-            part.replace(path)
-            try:
-                (path / _LOCK).unlink()
-                synchronize(path.parent)
-            except OSError:
-                path.replace(part)  # which is deleted
-                raise
-
-        ranks.on_first(publish)
+        ranks.on_first(lambda: _publish(part, path, model, files))
     finally:
         if ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         stack.close()
     return path
+
+
+def _begin(path: Path, part: Path, stack: ExitStack) -> None:
+    """Make the folder that is written to, and lock it until the stack is closed."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} is not empty, expected a new folder; choose another one")
+    part.mkdir(parents=True, exist_ok=True)  # there is one where a save was killed
+    try:
+        lock(part / _LOCK, 0.0, stack)
+    except BlockingIOError:
+        raise CheckpointError(f"another process is writing to {part}; wait for it") from None
+    for left in {*part.iterdir()} - {part / _LOCK}:
+        left.unlink()
+
+
+def _files_of(tensors: _Tensors) -> dict[str, _Tensors]:
+    """Divide tensors among files, by the files' names; there is at least one."""
+    contents: list[_Tensors] = [{}]
+    size = 0  # of the last file
+    for name, (parameter, master) in tensors.items():
+        size += 4 * parameter.numel()
+        if size > FILE_BYTES and contents[-1]:
+            contents.append({})
+            size = 4 * parameter.numel()
+        contents[-1][name] = parameter, master
+    if len(contents) == 1:
+        return {"model.safetensors": contents[0]}
+    count = len(contents)
+    return {f"model-{number:05}-of-{count:05}.safetensors": some for number, some in enumerate(contents, 1)}
+
+
+def _publish(part: Path, path: Path, model: nn.Module, files: Mapping[str, _Tensors]) -> None:
+    """Add what goes with the weights, and give the folder its name."""
+    if len(files) > 1:
+        index = {"metadata": {}, "weight_map": {key: name for name, content in files.items() for key in content}}
+        (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for kind in ("config", "generation_config"):
+        if hasattr(getattr(model, kind, None), "save_pretrained"):
+            getattr(model, kind).save_pretrained(part)
+    for each in (*part.glob("[!.]*"), part):
+        synchronize(each)
+    part.replace(path)
+    try:
+        (path / _LOCK).unlink()
+        synchronize(path.parent)
+    except OSError:
+        path.replace(part)  # which is deleted
+        raise
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -141,8 +154,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple[Tensor, Any]]:
-    """Return each tensor of the model, by name, with what holds its value: a master, or itself."""
+def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> _Tensors:
+    """Return the tensors of the model, each once."""
     checkpoint_contents.reshard(model)
     optimizer = arguments.unwrapped(optimizer)
     optimizer._adopt_sampled_writes()
@@ -151,7 +164,7 @@ def _masters(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, tuple
         entries = {id(each): state.get(index, {}) for index, each in enumerate(parameters_of(optimizer))}
     if entries.keys().isdisjoint(map(id, model.parameters())):
         raise CheckpointError("the optimizer has none of the model's parameters, expected the model that it trains")
-    named: dict[str, tuple[Tensor, Any]] = {}
+    named: _Tensors = {}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
