@@ -57,3 +57,5 @@ def test_options_of_trl_are_those_of_a_plan():
     sizes = {"per_device_train_batch_size": 4, "max_length": 4096, "gradient_accumulation_steps": 1, "world_size": 1}
     setting = setting_of(SimpleNamespace(**sizes, loss_type="nll", activation_checkpointing=True), "fp32", "fp32")
     assert setting == Setting(sequences=4, tokens=4096, micro_batches=1, ranks=1, loss="chunked", checkpointing=True)
+    unlimited = SimpleNamespace(**sizes | {"max_length": None}, loss_type="sft", activation_checkpointing=False)
+    assert setting_of(unlimited, "fp32", "fp32") == replace(setting, tokens=1024, loss="full", checkpointing=False)
