@@ -53,7 +53,7 @@ def test_no_handler_runs_in_a_thread_that_has_a_lock() -> None:
     """It could wait for the worker while that waits for the lock; `pipeline.py` takes its lock in the worker alone."""
     for path in FILES:
         every = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.With)]
-        outer = [node for node in every if ast.unparse(node.items[0]) == "deferred_signals()"]
+        outer = [node for node in every if ast.unparse(node.items[0]) == "THIS_THREAD.deferred_signals"]
         locked = [node for node in every if any(ast.unparse(item).endswith("lock") for item in node.items)]
         deferring = {*itertools.chain.from_iterable(map(ast.walk, outer))}
         assert deferring.issuperset(locked) or path.name == "pipeline.py", path

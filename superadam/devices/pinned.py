@@ -25,7 +25,7 @@ from torch import Tensor
 from superadam.devices.interface import Event
 from superadam.host import forks
 from superadam.host.memory import gigabytes, lockable_bytes
-from superadam.host.signals import THIS_THREAD, deferred_signals
+from superadam.host.signals import THIS_THREAD
 
 SLAB_BYTES = 2 << 30  # drivers register huge ranges slowly, or not at all; a slab's end is too short for some buffers
 PAGE_BYTES = mmap.PAGESIZE  # of which ranges have a whole number, so that the same sizes recur and gaps fit again
@@ -207,7 +207,7 @@ class PinnedMemory:
                 attempt //= 2
                 continue
             missing -= slab.size
-            with deferred_signals(), self._lock:
+            with THIS_THREAD.deferred_signals, self._lock:
                 self._slabs.append(slab)
         if missing > 0 and refusal is not None:
             _logger.warning(
@@ -222,7 +222,7 @@ class PinnedMemory:
         self._drop_passed()
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        with deferred_signals(), self._lock:
+        with THIS_THREAD.deferred_signals, self._lock:
             for slab in self._slabs:
                 tensor = slab.empty(numel, dtype)
                 if tensor is not None:
@@ -239,13 +239,13 @@ class PinnedMemory:
 
     def hold_until(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
         """Keep a tensor's memory until an event has passed; events of one queue pass in the order they are given."""
-        with deferred_signals(), self._lock:
+        with THIS_THREAD.deferred_signals, self._lock:
             self._held.setdefault(queue, collections.deque()).append((event, tensor))
 
     def close(self) -> None:
         """Wait for what is held and release every slab once no tensor lies in it; later tensors are pageable."""
         with THIS_THREAD.without_handlers:
-            with deferred_signals(), self._lock:
+            with THIS_THREAD.deferred_signals, self._lock:
                 held = dict(self._held)
                 self._held.clear()
                 self._slabs.clear()
@@ -253,7 +253,7 @@ class PinnedMemory:
 
     def _drop_passed(self) -> None:
         passed = []  # dropped outside the lock: that may run other finalizers
-        with deferred_signals(), self._lock:
+        with THIS_THREAD.deferred_signals, self._lock:
             for queue in self._held.values():
                 while queue and queue[0][0].query():
                     passed.append(queue.popleft())

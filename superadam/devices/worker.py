@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import native
 
 _LOOK_SECONDS = 0.25  # how often a thread that waits for the worker's thread checks that it is still alive
@@ -50,7 +50,7 @@ class Worker:
     def _start(self) -> None:
         """Start the thread, which workers of tests do without."""
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             try:
                 self._thread.start()
             except RuntimeError as error:
@@ -120,7 +120,7 @@ class Worker:
 
     def _look(self) -> None:
         """Notice that the thread has ended, however it did, and forget what it was to do."""
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             self._has_ended = not self._thread.is_alive()
         while self._has_ended and not self._calls.empty():
             self._calls.get()
@@ -135,7 +135,7 @@ class Worker:
         self._is_closed = True
         self._calls.put(sys.exit)
         while self._thread is not threading.current_thread() and not self._has_ended:
-            with deferred_signals():
+            with THIS_THREAD.deferred_signals:
                 self._thread.join(_LOOK_SECONDS)
             self._look()
         atexit.unregister(self._end_with_interpreter)

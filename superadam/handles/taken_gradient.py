@@ -24,7 +24,7 @@ from torch import Tensor
 
 from superadam.devices.flat import JoinedTensor
 from superadam.distributed import shards
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import native, torch_private
 from superadam.kernels.torch_private import version_of
 
@@ -83,7 +83,7 @@ class HostSum:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Add those that were not added yet, once they have arrived; in any thread."""
-        with deferred_signals(), self._lock, native.UsualFloatMode():
+        with THIS_THREAD.deferred_signals, self._lock, native.UsualFloatMode():
             while self._parts:
                 part, arrived = self._parts[0]
                 arrived.synchronize()
@@ -156,7 +156,7 @@ def _change(method: Callable[..., None]) -> Callable[..., bool]:
 
     @functools.wraps(method)
     def changed(self: TakenGradient, *arguments: Any) -> bool:
-        with self._lock(), deferred_signals():
+        with self._lock(), THIS_THREAD.deferred_signals:
             is_made = self.given is None
             if is_made:
                 method(self, *arguments)
@@ -274,7 +274,7 @@ class TakenGradient:
     def _multiplied(self, values: Tensor) -> Tensor:
         """Apply the factors to values and return them."""
         apply = Factor.apply if values.device == self.device else Factor.apply_on_host
-        with deferred_signals(), native.UsualFloatMode():
+        with THIS_THREAD.deferred_signals, native.UsualFloatMode():
             for factor in self.factors:
                 apply(factor, values)
         return values
@@ -384,7 +384,7 @@ class TakenGradient:
 
         `.grad` is left alone where it holds something else, or the parameter has another dtype or shape by now.
         """
-        with self._lock(), deferred_signals():
+        with self._lock(), THIS_THREAD.deferred_signals:
             if self.given is not None:
                 return self.given
             with torch_private.inference_mode(False):  # inference tensors have no version counters

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import _places
 
 FOUND: dict[str, bool] = {}
@@ -87,7 +87,7 @@ def ordinary_tensors() -> Iterator[None]:
 
     Signals are deferred inside: a handler that raised while Python enters or leaves this manager would leave gradients
     disabled for as long as its exception is held, or from then on."""
-    with deferred_signals(), inference_mode(False):
+    with THIS_THREAD.deferred_signals, inference_mode(False):
         torch.set_grad_enabled(False)  # until inference_mode restores it
         with without_transforms(), _without_modes():
             yield

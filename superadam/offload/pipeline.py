@@ -20,6 +20,7 @@ from superadam.kernels.torch_private import MayLackMemory
 from superadam.offload.buckets import Bucket
 from superadam.offload.placement import Autotuner, Work
 from superadam.offload.prediction import Predictor
+from superadam.offload.trace import Span
 from superadam.offload.transfers import Transfers, norm_in
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece
 from superadam.step.outcome import Applied, tell
@@ -101,7 +102,7 @@ class Pipeline:
         tell("predicting factors", self.predictor.add_arrived, elements, seen)
         self._statistics.resident_buckets += 1
         tell("timing work for the placement", self._autotuner.add_work, Work(elements, end, is_resident=True))
-        tell("tracing", self._trace.add, "norm to host", "download", sent_at, end, elements=elements)
+        tell("tracing", self._trace.add, Span("norm to host", "download", sent_at, end, {"elements": elements}))
 
     def _speculate(
         self,
@@ -130,11 +131,12 @@ class Pipeline:
             tell("learning how much is uncertain", self.predictor.add_lists, listed, prediction)
             self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
             self._statistics.uncertain_elements += sum(uncertain.count for uncertain in listed.values())
-            tell("tracing", self._trace.add, "predicted factor", "worker", begin, begin, factor=prediction.factor)
+            span = Span("predicted factor", "worker", begin, begin, {"factor": prediction.factor})
+            tell("tracing", self._trace.add, span)
         for shadow in written:
             shadow.send()
         self._statistics.waiting_buckets += not written
-        tell("tracing", self._trace.add, "gradients to host", "download", sent_at, begin, elements=elements)
+        tell("tracing", self._trace.add, Span("gradients to host", "download", sent_at, begin, {"elements": elements}))
         self._tell_of_work("adam" if written else "norm", begin, elements)
         if has_state and self._device.can_update:  # else the step will create state, which says little of later ones
             end = time.perf_counter()
@@ -163,7 +165,7 @@ class Pipeline:
     def _tell_of_work(self, name: str, begin: float, elements: int) -> None:
         end = time.perf_counter()
         self._statistics.worker_seconds += end - begin
-        tell("tracing", self._trace.add, name, "worker", begin, end, elements=elements)
+        tell("tracing", self._trace.add, Span(name, "worker", begin, end, {"elements": elements}))
 
     def learn(self, applied: Applied | None) -> None:
         """Learn from a step what to predict for the next; a predictor that fails is replaced by a new one."""
@@ -187,4 +189,4 @@ class Pipeline:
         self.worker.drain()
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
-        tell("tracing", self._trace.add, "wait for worker", "training", begin, end)
+        tell("tracing", self._trace.add, Span("wait for worker", "training", begin, end))

@@ -25,7 +25,7 @@ from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, HostSum, TakenGradient
 from superadam.host import forks
-from superadam.host.signals import THIS_THREAD, deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
@@ -35,7 +35,7 @@ from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Autotuner, Placement, last_pieces
 from superadam.offload.statistics import OverlapStatistics
-from superadam.offload.trace import Trace
+from superadam.offload.trace import Span, Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.arguments import parameters_of
@@ -156,7 +156,7 @@ class OffloadScheduler(GradientHolder):
         try:
             self._needs = needs_of_run(optimizer, self._device, self.placement)
             self._device.reserve(self._needs)
-            with deferred_signals():  # Ctrl-C finds all of it, to end it
+            with THIS_THREAD.deferred_signals:  # Ctrl-C finds all of it, to end it
                 if self.placement.num_threads:
                     self._pipeline = Pipeline(self._transfers, self._autotuner)
                     self._check_process = self._pipeline.worker.check_process
@@ -166,7 +166,7 @@ class OffloadScheduler(GradientHolder):
                 # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
                 self._end = forks.finalize(self, _end, self._pipeline, owned_device)
         except BaseException:
-            with deferred_signals():
+            with THIS_THREAD.deferred_signals:
                 self._hooks.remove()
                 if self._binding.overlap is self:
                     self._binding.detach(optimizer.param_groups)
@@ -285,9 +285,11 @@ class OffloadScheduler(GradientHolder):
     def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:
         """Trace a step whose backward began then, if that is known; without an outcome where it was dropped."""
         if began is not None:
-            self.trace.add("backward and step", "training", began, now)
+            self.trace.add(Span("backward and step", "training", began, now))
         if outcome is not None:
-            self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
+            self.trace.add(
+                Span(f"verdict: {outcome.kind.value}", "training", now, now, {"grad_norm": outcome.grad_norm})
+            )
 
     def _look_for_room(self) -> None:
         """Reserve memory of the host for new values that the device turns out to have no memory for."""

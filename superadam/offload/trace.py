@@ -9,6 +9,7 @@ import collections
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,19 +30,20 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Spans in the order in which they ended; any thread may add to it and look at it."""
+    """Spans in the order in which they ended; any thread may add to it and look at it.
+
+    Attributes:
+        add: records a span.
+    """
 
     def __init__(self) -> None:
         self._spans: collections.deque[Span] = collections.deque(maxlen=SPANS_KEPT)
+        self.add: Callable[[Span], None] = self._spans.append
 
     @property
     def spans(self) -> list[Span]:
         """A copy of what there is now."""
         return list(self._spans)
-
-    def add(self, name: str, track: str, begin: float, end: float, **details: Any) -> None:
-        """Record a span."""
-        self._spans.append(Span(name, track, begin, end, details))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write everything recorded so far as Chrome trace JSON; the file is replaced whole or not at all."""

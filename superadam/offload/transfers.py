@@ -18,13 +18,13 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import AllEvents, ChunkSums
 from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
-from superadam.host.signals import THIS_THREAD, deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import MayLackMemory, foreach_norm, is_short_of_memory
 from superadam.offload.placement import PACKED_UNDER_WAY, room_for_new_values
 from superadam.offload.statistics import OverlapStatistics
-from superadam.offload.trace import Trace
+from superadam.offload.trace import Span, Trace
 from superadam.state.new_values import NewValues, Shadow
 from superadam.state.parameter import ParameterState, Pending, Piece, Slot
 from superadam.state.table import GradientNorm
@@ -254,7 +254,7 @@ class Transfers(NewValues):
     def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         device = self.device
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        with deferred_signals():  # between copy and record, Ctrl-C would free memory that is still written to
+        with THIS_THREAD.deferred_signals:  # between copy and record, Ctrl-C would free memory that is still written to
             hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # may raise, before a copy
             for host, source in zip(hosts, sources, strict=True):
                 device.copy(host, source, Stream.DOWNLOAD)
@@ -311,7 +311,7 @@ class Transfers(NewValues):
         """Start the upload of new values, count and trace it; return the event after which it has arrived."""
         begin = time.perf_counter()
         arrived = super().upload(host, distant)
-        with deferred_signals(), self._lock:
+        with THIS_THREAD.deferred_signals, self._lock:
             self.statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
         tell("tracing", self.trace_arrived)
@@ -324,10 +324,12 @@ class Transfers(NewValues):
 
     def trace_arrived(self) -> None:
         """Trace uploads that have arrived since the last call: the host waits for none of them, so it looks now."""
-        with deferred_signals(), self._lock:
+        with THIS_THREAD.deferred_signals, self._lock:
             while self._untold and self._untold[0][0].query():
                 _, begin, elements = self._untold.popleft()
-                self.trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
+                self.trace.add(
+                    Span("parameters to device", "upload", begin, time.perf_counter(), {"elements": elements})
+                )
 
 
 def _records(

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from superadam.distributed.agreement import Question
 from superadam.handles.gradient_handle import shared_memory, take_gradient, taken_of
 from superadam.handles.taken_gradient import TakenGradient
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import native, torch_private
 from superadam.optim import arguments, checkpoint
 from superadam.optim.binding import Binding, Method, all_names_of, hyper_by_row, names_of, runs_of, untracked
@@ -181,7 +181,7 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
         """
-        with self._binding._lock(), deferred_signals():  # Ctrl-C leaves no group that was not checked
+        with self._binding._lock(), THIS_THREAD.deferred_signals:  # Ctrl-C leaves no group that was not checked
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             try:
@@ -289,7 +289,7 @@ class SpeculativeCPUAdam(Optimizer):
             is_lasting = verdicts.limit_of_next_step is None
             limit = verdicts.max_grad_norm if is_lasting else verdicts.limit_of_next_step
             self._binding.catch_up()
-            with deferred_signals():  # a step is made wholly or not at all
+            with THIS_THREAD.deferred_signals:  # a step is made wholly or not at all
                 transaction = self._binding.bound_now(self.param_groups)
                 if self._binding.is_flattened:
                     arguments.refuse_limit_of_shard(limit)
@@ -377,7 +377,7 @@ class SpeculativeCPUAdam(Optimizer):
         with self._binding.on_all_ranks(Question.NORM, self.param_groups):
             limit = arguments.checked_limit("max_norm", max_norm, may_be_zero=True)
             self._binding.catch_up()
-            with deferred_signals():
+            with THIS_THREAD.deferred_signals:
                 transaction = self._binding.bound_now(self.param_groups)
                 norm = transaction.grad_norm(gather(transaction.table, runs_of(self.param_groups)))
         self._verdicts.limit_of_next_step = limit
@@ -455,7 +455,7 @@ class SpeculativeCPUAdam(Optimizer):
             ValueError: a parameter is not one of this optimizer's; nothing was changed.
         """
         self._binding.catch_up()
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             transaction = self._binding.bound_now(self.param_groups)
             transaction.adopt_outside_writes(transaction.table.states_of(params, "reload_masters()"))
 
@@ -528,7 +528,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Load `param_groups` and `state` from a pickle, a deep copy or `load_state_dict`."""
         values = dict(state)
         published = values.pop("state", None)  # a property here: it must not land in __dict__
-        with deferred_signals():  # else Ctrl-C would leave other groups with the state from before
+        with THIS_THREAD.deferred_signals:  # else Ctrl-C would leave other groups with the state from before
             # First where there was one, as it may raise: of memory, say. Without a new one that stays, as in torch.
             if published is not None and "_binding" in self.__dict__:
                 self.state, published = published, None
@@ -599,7 +599,7 @@ class SpeculativeCPUAdamW(SpeculativeCPUAdam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As the base class; decay stays decoupled, whatever the loaded groups say, as in torch.optim.AdamW."""
-        with deferred_signals():  # or Ctrl-C would leave coupled decay
+        with THIS_THREAD.deferred_signals:  # or Ctrl-C would leave coupled decay
             super().__setstate__(state)
             for group in self.param_groups:
                 group["decoupled_weight_decay"] = True

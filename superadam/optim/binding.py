@@ -24,7 +24,7 @@ from superadam.distributed.agreement import Question, Ranks, ranks_of
 from superadam.distributed.replicas import warn_of_others
 from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
-from superadam.host.signals import THIS_THREAD, deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.memory import has_memory, is_expanded
@@ -162,7 +162,7 @@ class Binding(GradientHolder):
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
         self.catch_up()
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             self._unbind()
             self._forget_binding()
             if self._table is not None:
@@ -176,7 +176,7 @@ class Binding(GradientHolder):
         self.catch_up()
         if self._transaction is not None and _are_same(self._transaction.table, _parameters_of(groups)):
             self.entries(groups, is_given=False)  # which reads what programs have written there
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             self._unbind()
             self._forget_binding()
             self.process_group = process_group
@@ -220,7 +220,7 @@ class Binding(GradientHolder):
         Raises ValueError where parameters share memory, or a published entry cannot be a state.
         """
         self.catch_up()
-        with deferred_signals():  # a handler may close the scheduler, and so end what is bound
+        with THIS_THREAD.deferred_signals:  # a handler may close the scheduler, and so end what is bound
             return self.bound_now(groups)
 
     def bound_now(self, groups: Groups, *, looks: bool = True) -> Transaction:
@@ -238,7 +238,7 @@ class Binding(GradientHolder):
                     warn_of_others(parameters, names)
             return transaction
         if self._transaction.table.is_any_held:
-            with deferred_signals(), self._transaction.lock:
+            with THIS_THREAD.deferred_signals, self._transaction.lock:
                 self.published.read_edited(self._transaction.table)
                 if looks:
                     self.published.look(self._transaction.table)
@@ -248,7 +248,7 @@ class Binding(GradientHolder):
         """Find out which state programs hold, where they were given any; changes nothing that they can see."""
         transaction = self._transaction
         if transaction is not None and transaction.table.is_exposed:
-            with deferred_signals(), transaction.lock:
+            with THIS_THREAD.deferred_signals, transaction.lock:
                 self.published.look(transaction.table)
 
     @untracked
@@ -260,7 +260,7 @@ class Binding(GradientHolder):
         """
         with self._lock():
             self.catch_up()
-            with deferred_signals():  # a handler may look, too
+            with THIS_THREAD.deferred_signals:  # a handler may look, too
                 if is_given and self._is_shown(groups):
                     return self.published.entries
                 if self.has_state:
@@ -300,7 +300,7 @@ class Binding(GradientHolder):
         with self._lock():
             if self.overlap is not None:
                 raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
-            with deferred_signals():
+            with THIS_THREAD.deferred_signals:
                 self._unbind()
                 self._forget_binding()
                 self.overlap = overlap
@@ -314,7 +314,7 @@ class Binding(GradientHolder):
     @untracked
     def detach(self, groups: Groups) -> None:
         """Work without a scheduler again, which holds the lock and has nothing under way."""
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             self.entries(groups, is_given=False)
             self._forget_binding()
             self.overlap = None
@@ -347,7 +347,7 @@ class Binding(GradientHolder):
         if not self.has_state:
             return
         self.catch_up()
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             transaction = self.bound_now(groups)
             transaction.commit()
             transaction.adopt_outside_writes(with_samples=with_samples)
@@ -356,7 +356,7 @@ class Binding(GradientHolder):
     def drop(self) -> None:
         """Drop everything that waits for a verdict."""
         self.catch_up()
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             if self._transaction is not None:
                 self._transaction.drop()
 

@@ -22,7 +22,7 @@ from torch.autograd.profiler import record_function
 
 from superadam.distributed.agreement import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.memory import has_memory
@@ -127,7 +127,7 @@ class Transaction:
 
     def expose(self) -> None:
         """Read no state any more but in calls that look at it first, because programs are given references to it."""
-        with deferred_signals(), self.lock:
+        with THIS_THREAD.deferred_signals, self.lock:
             for piece in self._members[Phase.SPECULATED]:
                 _pending_of(piece).is_stale = True
             self.table.is_held[:] = self.table.is_any_held = self.table.is_exposed = True
@@ -226,7 +226,7 @@ class Transaction:
         it is made wholly or not at all.
         """
         with (
-            deferred_signals(),
+            THIS_THREAD.deferred_signals,
             self.lock,
             native.UsualFloatMode(),
             record_function("superadam: step") if is_profiling() else _NOTHING,
@@ -544,12 +544,12 @@ class Transaction:
 
     def norm_so_far(self) -> float:
         """Return the norm of the gradients that wait for a verdict, as they arrived."""
-        with deferred_signals(), self.lock:
+        with THIS_THREAD.deferred_signals, self.lock:
             return self.table.norm.total
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
-        with deferred_signals(), self.lock:
+        with THIS_THREAD.deferred_signals, self.lock:
             state = None if taken.parameter is None else self.table.state_of(taken.parameter)
             if state is None or not state.waits_with(taken):
                 return None
@@ -617,7 +617,7 @@ class Transaction:
 
         Scalars are computed in the floating-point mode that kernels have.
         """
-        with deferred_signals(), self.lock, native.UsualFloatMode():
+        with THIS_THREAD.deferred_signals, self.lock, native.UsualFloatMode():
             begin = time.perf_counter()
             try:
                 with record_function(f"superadam: {counter.partition('_')[0]}") if is_profiling() else _NOTHING:

@@ -33,7 +33,7 @@ from superadam.devices.interface import ChunkSums
 from superadam.devices.pinned import Lease
 from superadam.handles import gradient_handle
 from superadam.host.mapped_files import madvise
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.memory import extent_of
@@ -64,7 +64,7 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         """Run the accelerator until the point has passed; return at once if it was never recorded."""
-        with deferred_signals(), self.accelerator.lock:  # a handler would wait for what is half done
+        with THIS_THREAD.deferred_signals, self.accelerator.lock:  # a handler would wait for what is half done
             while not self.query():
                 if not self.accelerator.run_one():
                     raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
@@ -82,7 +82,7 @@ class SimulatedStream:
 
     def enqueue(self, run: Callable[[], object], *after: SimulatedEvent) -> None:
         """Run something behind all that is here and these events; then run operations for as long as the seed says."""
-        with deferred_signals(), self.accelerator.lock:
+        with THIS_THREAD.deferred_signals, self.accelerator.lock:
             self.accelerator.collect()
             self.operations.append((run, after))
         while self.accelerator.random.random() < self.accelerator.eagerness and self.accelerator.run_one():
@@ -208,7 +208,7 @@ class SimulatedAccelerator:
         """Run something that may run; return whether there was anything."""
         if os.getpid() != self._process:
             raise RuntimeError("the simulated device belongs to the process that this one was forked from")
-        with deferred_signals(), self.lock:  # signals do not interrupt a device
+        with THIS_THREAD.deferred_signals, self.lock:  # signals do not interrupt a device
             self.collect()
             if self.random.random() < self.shuffled:
                 self.random.shuffle(self.streams)
@@ -234,7 +234,7 @@ class SimulatedAccelerator:
         """Return a tensor as this one in memory of the current stream, or of the host, that holds NaN."""
         memory = np.full(max(extent_of(like), 1), 0xFF, np.uint8)
         held = memory.view()
-        with deferred_signals():  # `collect` finds each lease among the blocks
+        with THIS_THREAD.deferred_signals:  # `collect` finds each lease among the blocks
             lease = Lease(held, self._freed.append)
             lease.begin = memory.ctypes.data
             self.blocks[lease.begin] = Block(memory, self.current_stream(), is_on_host, lease)

@@ -23,7 +23,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import Job, Work, Worker
 from superadam.distributed.shards import local_of
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
@@ -172,5 +172,5 @@ class SeededWorker(Worker):
         self._wait()
 
     def _run(self, work: Callable[[], object]) -> bool:
-        with deferred_signals():  # no handler runs in a worker's thread
+        with THIS_THREAD.deferred_signals:  # no handler runs in a worker's thread
             return super()._run(work)

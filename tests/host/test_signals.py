@@ -27,7 +27,7 @@ import pytest
 from support.children import exit_code_of_child, without_torch
 from support.deep import TIMES
 
-from superadam.host.signals import deferred_signals
+from superadam.host.signals import THIS_THREAD
 
 LIBRARY = ctypes.CDLL(None)
 CAUGHT = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
@@ -96,7 +96,7 @@ class Handlers:
 
     def many_sections(self) -> None:
         for _ in range(20):
-            with deferred_signals():
+            with THIS_THREAD.deferred_signals:
                 self.inside = True
                 self.begun += 1
                 sum(range(200))
@@ -144,7 +144,7 @@ def chain(error: BaseException | None) -> list[Any]:
 
 def interrupted(reached: list[str], *, depth: int = 1, error: Exception | None = None) -> None:
     """Get a Ctrl-C inside contexts, and go on to their end."""
-    with deferred_signals():
+    with THIS_THREAD.deferred_signals:
         if depth > 1:
             interrupted(reached, depth=depth - 1)
         else:
@@ -155,7 +155,7 @@ def interrupted(reached: list[str], *, depth: int = 1, error: Exception | None =
 
 
 def in_section(work: Callable[[], object]) -> None:
-    with deferred_signals():
+    with THIS_THREAD.deferred_signals:
         work()
 
 
@@ -192,7 +192,7 @@ def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send):
 @pytest.mark.parametrize("marked", [SOME[:1], SOME[:2], SOME])
 def test_what_was_due_before_comes_before(marked):
     """All of it; where it raises, nothing has begun."""
-    section = deferred_signals()
+    section = THIS_THREAD.deferred_signals
     with Handlers() as handlers:
         shielded(lambda: at_once(*mark(*marked), section.__enter__, partial(pytest.fail, "it has begun")))
         assert Counter(handlers.seen) == dict.fromkeys(marked, 1)
@@ -215,7 +215,7 @@ def test_a_handler_may_do_as_it_likes():
 
     def act(number):
         nonlocal left
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             before = len(handlers.seen)
             if left:
                 left -= 1
@@ -226,7 +226,7 @@ def test_a_handler_may_do_as_it_likes():
 
     with Handlers(then=act) as handlers:
         with pytest.raises(PlantedError):
-            at_once(*mark(*SOME), deferred_signals().__enter__)
+            at_once(*mark(*SOME), THIS_THREAD.deferred_signals.__enter__)
         assert (left, set(handlers.seen)) == (0, set(SOME))
         handlers.check()
         left, handlers.seen[:] = 5, []
@@ -272,7 +272,7 @@ def test_a_section_defers_all_although_handlers_had_their_own_while_it_began():
             marking = map(operator.call, mark(signal.SIGTERM))
             _ = [*marking]  # unlike a call, this lets the handler return before another one runs
 
-    section = deferred_signals()
+    section = THIS_THREAD.deferred_signals
     with Handlers(then=act) as handlers:
         at_once(*mark(signal.SIGTERM), section.__enter__)
         handlers.inside = True
@@ -286,11 +286,11 @@ def test_a_handler_that_was_replaced_is_not_called():
     """By another one at the first signal, which is to get the second; or inside, after which it stays."""
     second = []
     with Handlers(then=lambda number: signal.signal(number, lambda number, frame: second.append(number))) as handlers:
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
         assert (handlers.seen, second) == ([signal.SIGTERM], [signal.SIGTERM])
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             signal.raise_signal(signal.SIGXCPU)
             signal.signal(signal.SIGXCPU, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGXCPU) is signal.SIG_IGN
@@ -314,7 +314,7 @@ def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends
         seen.append(number)
         raise PlantedError(number)
 
-    section = deferred_signals()
+    section = THIS_THREAD.deferred_signals
     with Handlers(then=lambda number: None) as handlers:
         section.__enter__()
         signal.signal(signal.SIGXCPU, replacing)
@@ -344,7 +344,7 @@ def test_nothing_is_kept_of_signals_that_came():
 def test_a_second_signal_may_end_the_process():
     def twice():
         signal.signal(signal.SIGINT, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
@@ -395,7 +395,7 @@ def test_a_wakeup_fd_gets_each_signal_at_once_and_once():
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno())
         try:
-            with deferred_signals():
+            with THIS_THREAD.deferred_signals:
                 for number in SOME:
                     signal.raise_signal(number)
                 assert reader.recv(100) == bytes(SOME)
@@ -411,7 +411,7 @@ def test_an_action_of_the_system_stays_as_it_was():
         signal.siginterrupt(signal.SIGUSR1, False)
         faulthandler.register(signal.SIGUSR2, file=file, chain=True)
         actions = [action_of(number) for number in CAUGHT]
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             assert [action_of(number) for number in CAUGHT] == actions
             signal.raise_signal(signal.SIGUSR2)
         assert [action_of(number) for number in CAUGHT] == actions
@@ -422,17 +422,17 @@ def test_an_action_of_the_system_stays_as_it_was():
 def test_a_handler_that_was_found_inside_is_the_one_that_it_stood_for():
     seen: list[str] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: seen.append("first"))
-    with deferred_signals():
+    with THIS_THREAD.deferred_signals:
         found: Any = signal.getsignal(signal.SIGUSR1)
         signal.signal(signal.SIGUSR1, lambda *both: (seen.append("second"), found(*both)))
     for expected, handler in ((["second", "first"], signal.getsignal(signal.SIGUSR1)), (["first"], found)):
         signal.signal(signal.SIGUSR1, handler)
         seen.clear()
-        with deferred_signals():
+        with THIS_THREAD.deferred_signals:
             signal.raise_signal(signal.SIGUSR1)
             assert seen == []
         assert seen == expected
-    with pytest.raises(ValueError, match="out of range"), deferred_signals():
+    with pytest.raises(ValueError, match="out of range"), THIS_THREAD.deferred_signals:
         operator.call(signal.getsignal(signal.SIGUSR1), 10**6, None)
     signal.signal(signal.SIGUSR1, before)
 

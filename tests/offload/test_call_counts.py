@@ -19,7 +19,7 @@ from superadam.devices import Device
 
 PACKAGE = str(Path(superadam.__file__).parent)
 
-MOST = {"alone": (None, 72, 11), "step": (DeferredDevice, 84, 15), "worker": (ThreadDevice, 210, 24)}
+MOST = {"alone": (None, 68, 10), "step": (DeferredDevice, 78, 13), "worker": (ThreadDevice, 206, 22)}
 """Device (None: no scheduler), and the most calls and files in the thread that trains; the worker's calls run in
 parallel. Each costs all who train small tensors."""
 STEPS = 40

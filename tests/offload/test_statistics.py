@@ -22,7 +22,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import WorkerError
 from superadam.offload import trace
 from superadam.offload.statistics import OverlapStatistics
-from superadam.offload.trace import TRACKS, Trace
+from superadam.offload.trace import TRACKS, Span, Trace
 from superadam.state.parameter import ParameterState
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
@@ -168,7 +168,7 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
 def test_spans_are_complete_with_times_in_microseconds_from_the_first_and_any_value_is_json(tmp_path_factory, drawn):
     one = Trace()
     for name, track, begin, length, value in drawn:
-        one.add(name, track, begin, begin + length, value=value)
+        one.add(Span(name, track, begin, begin + length, {"value": value}))
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     one.write(path)
     events = json.loads(path.read_text(), parse_constant=pytest.fail)["traceEvents"]
@@ -188,7 +188,7 @@ def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(trace, "SPANS_KEPT", 3)
     one = Trace()
     for i in range(5):
-        one.add(str(i), "worker", i, i + 1)
+        one.add(Span(str(i), "worker", i, i + 1))
     assert [span.name for span in one.spans] == ["2", "3", "4"]
 
 

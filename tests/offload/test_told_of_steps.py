@@ -48,6 +48,9 @@ class Failing:
             raise PlantedError("planted")
 
     def method(self, owner: Any, name: str) -> None:
+        if not hasattr(owner, name):  # each object has its own
+            self.attribute(owner, name)
+            return
         ordinary = getattr(owner, name)
 
         def method(*arguments: Any, **options: Any) -> Any:
@@ -55,6 +58,15 @@ class Failing:
             return ordinary(*arguments, **options)
 
         self.patch.setattr(owner, name, method)
+
+    def attribute(self, owner: type[Any], name: str) -> None:
+        ordinary = owner.__init__
+
+        def made(one: Any, *arguments: Any, **options: Any) -> None:
+            ordinary(one, *arguments, **options)
+            self.method(one, name)
+
+        self.patch.setattr(owner, "__init__", made)
 
 
 METHODS: dict[str, tuple[Any, str]] = {

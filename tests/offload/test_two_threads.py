@@ -23,6 +23,7 @@ from support.visible import bits, parameters_of
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.offload import trace
+from superadam.offload.trace import Span
 
 REPEATS = 2  # calls of each thread in one interleaving
 
@@ -166,7 +167,7 @@ def test_training_while_another_thread_calls(call: str, tmp_path: Path, monkeypa
     for seed in range(2, 3 + TIMES):  # a thread, and none, of a scheduler
         run = Run(seed)
         for number in range(2000 if run.scheduler is not None else 0):
-            run.scheduler.trace.add("before", "model", number, number + 1)
+            run.scheduler.trace.add(Span("before", "model", number, number + 1))
         threads, ended = ThreadPoolExecutor(1), threading.Event()
 
         def repeat(run: Run = run, ended: threading.Event = ended) -> None:
