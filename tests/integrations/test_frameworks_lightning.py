@@ -108,6 +108,7 @@ def fitted(module: Any, run: Run, *, resume: str | None = None, callbacks: Any =
     trainer = lightning.Trainer(accelerator="cpu", callbacks=[*own, *callbacks], **chosen)
     trainer.fit(module, batches, batches, ckpt_path=resume)
     assert all(callback.schedulers == [] for callback in own)
+    assert "load_optimizer_state_dict" not in vars(trainer.strategy)  # which is as it was
     run.optimizers += trainer.optimizers
     run.logged += module.logged
 
