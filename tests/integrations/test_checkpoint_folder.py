@@ -1,6 +1,7 @@
 """`superadam.integrations.checkpoint_folder`: the older or the new checkpoint is whole, and damage refused."""
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -179,3 +180,22 @@ def test_one_whose_run_cannot_be_read_is_deleted_as_before(tmp_path):
         (save(tmp_path) / "manifest.json").write_bytes(content)
     save(tmp_path, keep=1)
     assert names(tmp_path) == [".lock", "latest", "save-00000005"]
+
+
+def test_an_older_one_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
+    """As on a file system where somebody reads it."""
+    rename = os.rename
+
+    def busy(path: Path, target: Path) -> None:
+        if path.name == "save-00000001":
+            raise OSError(errno.EBUSY, "planted")
+        rename(path, target)
+
+    save(tmp_path)
+    monkeypatch.setattr(os, "rename", busy)
+    save(tmp_path, keep=1)
+    assert save(tmp_path, keep=1).name == "save-00000003"
+    assert names(tmp_path) == [".lock", "latest", "save-00000001", "save-00000003"]
+    monkeypatch.undo()
+    save(tmp_path, keep=1)
+    assert names(tmp_path) == [".lock", "latest", "save-00000004"]

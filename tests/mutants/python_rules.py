@@ -17,7 +17,7 @@ from .mutant import SWAPS, Mutant
 DROPPED = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Assert, ast.Delete, ast.Return, ast.Raise, ast.Break)
 DECLARED = (ast.FunctionDef, ast.ClassDef, ast.Return, ast.Nonlocal, ast.Global, ast.Import, ast.ImportFrom)
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-SYMMETRIC = ("max", "min", "equal", "array_equal")
+SYMMETRIC = ("max", "min", "equal", "array_equal", "suppress")
 
 
 def name_of(node: ast.AST) -> str:

@@ -22,7 +22,7 @@ from superadam.devices import Device
 from superadam.testing import SimulatedDevice
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS_MORE = {"long_sequences.py", "finetune.py", "train.py", "with_superadam.py"}
+NEEDS_MORE = {"long_sequences.py", "finetune.py", "finetune_options.py", "train.py", "with_superadam.py"}
 """Than one process and torch; other tests run them."""
 PRINTS = {
     "gan.py": r"mean of what is generated: .* of data: 1\.00",
