@@ -106,10 +106,11 @@ class CudaDevice(Device):
         self._gpu.update(steps, sets)
 
     def free_bytes(self) -> int:
-        """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
-        free, _ = self._cuda.mem_get_info(self.device)
-        idle: int = self._cuda.memory_reserved(self.device) - self._cuda.max_memory_allocated(self.device)
-        return int(free) + idle
+        """Return what torch may still take of what the driver has free, and what it has reserved beyond its peak."""
+        free, total = self._cuda.mem_get_info(self.device)
+        reserved = self._cuda.memory_reserved(self.device)
+        limit = self._cuda.get_per_process_memory_fraction(self.device) * total  # beyond which torch reserves nothing
+        return int(min(free, limit - reserved)) + int(reserved - self._cuda.max_memory_allocated(self.device))
 
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -80,6 +80,15 @@ def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(cuda, monkey
     assert FakeDevice(cuda).free_bytes() == 1200
 
 
+def test_free_memory_is_what_the_process_may_take(cuda, monkeypatch):
+    """Behind `torch.cuda.set_per_process_memory_fraction(0.25)`, as where processes share a GPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000, 5000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100)
+    assert FakeDevice(cuda).free_bytes() == 1250 - 300 + 200
+
+
 # ---- what is asked of torch ------------------------------------------------------------------------------------------
 
 

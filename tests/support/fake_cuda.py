@@ -156,6 +156,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             patch.setattr(torch.cuda, name, _checked(getattr(torch.cuda, name), fake))
         patch.setattr(torch.cuda, "cudart", lambda: cuda)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+        patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
         for name in ("memory_reserved", "max_memory_allocated"):
             patch.setattr(torch.cuda, name, lambda device: 0)
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: cuda.record_stream(tensor, stream))
