@@ -80,7 +80,7 @@ class CudaRegistrar:
             if int(code) == 0:
                 return None
             with suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
+                torch.ones(1, device=self._device)  # launches a kernel, as zeros does not in every torch
             return f"{cudart.cudaGetErrorString(code)}, code {int(code)}"
 
 

@@ -128,6 +128,24 @@ def test_memory_is_asked_to_be_pinned_for_every_device(cuda, monkeypatch):
     assert asked == [(4096, 8192, 1)]
 
 
+def test_an_error_of_the_driver_is_cleared_by_a_kernel(cuda, monkeypatch):
+    """Its launch raises what is pending; memory that is set to zero, as `zero_` may do, raises nothing of it."""
+    pending = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if pending and operation.overloadpacket not in (aten.empty, aten.zeros, aten.zero_):
+                raise RuntimeError(f"CUDA error {pending.pop()}")
+            return operation(*args, **kwargs or {})
+
+    aten = torch.ops.aten
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *arguments: pending.append(801) or 801)
+    monkeypatch.setattr(cuda, "cudaGetErrorString", lambda code: "operation not supported", raising=False)
+    with Launches(), pytest.raises(PinningError, match=r"operation not supported, code 801"):
+        CudaRegistrar(torch.device("cpu")).register(4096, 8192)
+    assert not pending
+
+
 def test_only_cuda_devices_are_taken():
     with pytest.raises(ValueError, match="CudaDevice got meta, expected a CUDA or HIP device; use PlainDevice"):
         CudaDevice("meta")
