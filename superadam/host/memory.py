@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ _logger = logging.getLogger("superadam")
 class HostMemory:
     """Bytes of host memory."""
 
-    total: int  # of the machine
+    total: int  # of the machine, without that of GPUs
     limit: int  # what this process can have at most: the machine's, or what its control groups allow
     available: int  # an estimate, without swapping: of the machine, or of the control groups where they leave less
 
@@ -152,12 +153,33 @@ def _limits(host: Host) -> dict[str, tuple[int, int]]:
     if missing:
         raise ValueError(f"/proc/meminfo has no line {min(missing)}, expected one; mount the /proc of Linux there")
     machine = host.read_or("/proc/sys/kernel/random/boot_id", os.uname().nodename)
-    limits = {machine: (int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10)}
+    total, left = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    of_gpus, free_of_gpus = _memory_of_gpus(host)
+    limits = {machine: (total - of_gpus, left - free_of_gpus)}
     for group in groups_of(host, "memory"):
         limit = _limit_of(host, group)
         if limit is not None:
             limits[f"{machine} {host.path(group.directory).stat().st_ino}"] = limit
     return limits
+
+
+def _memory_of_gpus(host: Host) -> tuple[int, int]:
+    """Return the bytes of GPUs that the kernel counts as the machine's, in all and available.
+
+    On a GH200 the driver adds a GPU's memory to the system as a NUMA node. Memory of programs lands there once the
+    other nodes are full, and torch's allocator finds less.
+    """
+    nodes = set[str]()
+    for path in host.glob("/proc/driver/nvidia/gpus/*/numa_status"):
+        found = re.match(r"Node:\s*(\d+)\s+Status:\s*online\s", host.read_or(path, "") + "\n")
+        nodes.update(found.groups() if found else ())
+    total = left = 0
+    for node in nodes:
+        text = host.read_or(f"/sys/devices/system/node/node{node}/meminfo", "")
+        sizes = {name: int(size) << 10 for name, size in re.findall(r"([\w()]+):\s*(\d+) kB", text)}
+        total += sizes.get("MemTotal", 0)
+        left += sum(sizes.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)"))
+    return total, left
 
 
 def _limit_of(host: Host, group: Group) -> tuple[int, int] | None:

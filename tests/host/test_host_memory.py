@@ -45,6 +45,28 @@ def test_available_memory(tmp_path, files, limit, available):
     assert (memory.total, memory.limit, memory.available) == (4000 << 10, limit, available)
 
 
+@pytest.mark.parametrize(
+    ("status", "limit", "available"),
+    [
+        ("online", 3000 << 10, 1900 << 10),
+        ("online_in_progress", 4000 << 10, 3000 << 10),
+        (None, 4000 << 10, 3000 << 10),
+    ],
+)
+def test_memory_of_a_gpu_that_the_kernel_counts_is_not_the_hosts(tmp_path, status, limit, available):
+    """As on a GH200, in the words of NVIDIA's driver and of the kernel; elsewhere a node without CPUs is memory."""
+    node = "".join(
+        f"Node 1 {name}: {size:14} kB\n"
+        for name, size in {"MemTotal": 1000, "MemFree": 800, "Active(file)": 200, "Inactive(file)": 100}.items()
+    )
+    files = MEMINFO | {"/sys/devices/system/node/node1/meminfo": node}
+    if status is not None:
+        text = f"Node:      1\nStatus:    {status}\nAddress:   400000000000\nSize:      1800000000\n"
+        files |= {"/proc/driver/nvidia/gpus/0009:01:00.0/numa_status": text}
+    memory = HostMemory.of(machine(tmp_path, files))
+    assert (memory.total, memory.limit, memory.available) == (limit, limit, available)
+
+
 @pytest.mark.parametrize(("limit", "lockable"), [(8 << 20, 8 << 20), (resource.RLIM_INFINITY, None), (0, 0)])
 def test_lockable_memory(monkeypatch, limit, lockable):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
