@@ -110,7 +110,7 @@ class CudaDevice(Device):
         free, total = self._cuda.mem_get_info(self.device)
         reserved = self._cuda.memory_reserved(self.device)
         limit = self._cuda.get_per_process_memory_fraction(self.device) * total  # beyond which torch reserves nothing
-        return int(min(free, limit - reserved)) + int(reserved - self._cuda.max_memory_allocated(self.device))
+        return max(0, int(min(free, limit - reserved) + reserved - self._cuda.max_memory_allocated(self.device)))
 
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
