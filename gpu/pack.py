@@ -7,8 +7,8 @@ summed one element after another in fp64 by fma, then the lanes pairwise; see `l
 A program takes eight chunks at once, as a tile of 8 x 16 elements that walks down the 256 rows of the chunks: a thread
 holds four neighbouring lanes in registers, and loads sixteen rows ahead of the first store, because the compiler cannot
 know that the buffer is not a gradient. Where addresses are aligned a thread loads 16 bytes at once, and the tile's part
-of a chunk is 64 bytes of fp32: whole sectors. The kernel moves every element once and should be bound by memory; it has
-not been measured.
+of a chunk is 64 bytes of fp32: whole sectors. The kernel moves every element once and should be bound by memory, but
+perhaps for sums on a GPU of little fp64; it has not been measured.
 """
 
 from __future__ import annotations

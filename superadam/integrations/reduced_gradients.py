@@ -133,7 +133,7 @@ class ReducedGradients(GradientHolder):
             self.watch()
         self._hooks.look_for_unfrozen()
         if buffer.device.type != "cpu":  # it may be freed before the work that is enqueued here has read it
-            buffer.record_stream(torch.get_device_module(buffer.device).current_stream())
+            buffer.record_stream(torch.get_device_module(buffer.device).current_stream(buffer.device))
         self._buffer, self._rounded = buffer, None
 
     def _take(self, parameter: Tensor) -> None:
